@@ -34,11 +34,9 @@ from lipscope.attack.perturbation import (
 )
 from lipscope.attack.tokens import guided_swaps
 from lipscope.models.embedded import default_text
-from lipscope.probes.sentence import TextReader, sentence_embedding
-from lipscope.probes.token_target import output_change
+from lipscope.probes.token_target import TextReader, output_change, sentence_embedding
 from lipscope.report.palette import colour
-from lipscope.study.reading import check_vocabulary, special_frame
-from lipscope.study.texts import content
+from lipscope.study.reading import check_vocabulary, content, special_frame
 
 TOKENS = "token swap"
 DIRECTION = "singular direction"

@@ -20,7 +20,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lipscope.models.loading import load
-from lipscope.study.clusters import open_engine
+from lipscope.study.engines import open_engine
 from lipscope.study.run import Verb, measure_as
 from lipscope.study.store import Store
 from tests.study.fakes import answer, info, jobs, start_answering

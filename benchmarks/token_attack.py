@@ -31,7 +31,7 @@ from lipscope.attack.tokens import (
 )
 from lipscope.models.embedded import default_text
 from lipscope.probes.token_target import layer_sigma
-from lipscope.study.texts import content
+from lipscope.study.reading import content
 
 
 def main() -> None:

@@ -1,12 +1,17 @@
-"""Results in a console and in a notebook: what they hold, shapes in place of tensors."""
+"""Results in a console and in a notebook: shapes in place of tensors, and a progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
+from functools import wraps
 from html import escape
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MANY = 6
 """Numbers and entries beyond this are counted, not shown."""
@@ -30,7 +35,8 @@ class Displayed:
         for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, field.name)
             default = field.default_factory() if callable(field.default_factory) else field.default
-            if field.repr and (default is MISSING or not _same(value, default)):
+            same = value is default or (not hasattr(value, "shape") and value == default)
+            if field.repr and (default is MISSING or not same):
                 yield field.name, value
 
     def __repr__(self) -> str:
@@ -48,10 +54,16 @@ class Displayed:
         return f"<div><p><strong>{name}</strong>{said}</p>{html_table((), rows)}</div>"
 
 
-def short(value: object) -> str:
+def short(value: Any) -> str:
     """A value in a few words: a tensor by its dtype and shape, a long list by its length."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return _tensor(value)
+        place = str(getattr(value, "device", "cpu"))
+        # Numbers elsewhere than on the CPU are left there: to show them would wait for the device.
+        short_list = len(value.shape) <= 1 and hasattr(value, "numel") and value.numel() <= MANY
+        if short_list and place == "cpu":
+            return short(value.tolist())
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind}{list(value.shape)}" + ("" if place == "cpu" else f" on {place}")
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, float):
@@ -59,7 +71,9 @@ def short(value: object) -> str:
     if isinstance(value, Mapping):
         inside = ", ".join(f"{key!r}: {short(entry)}" for key, entry in value.items())
         return f"{{{inside}}}" if len(value) <= MANY else f"{len(value)} entries"
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and not _named(value):
+    # A record, such as a NamedTuple, has a repr of its own.
+    named = hasattr(value, "_fields") or hasattr(value, "_repr_html_")
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and not named:
         inside = ", ".join(map(short, value))
         return f"[{inside}]" if len(value) <= MANY else f"{len(value)} entries"
     return repr(value)
@@ -84,21 +98,29 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table>{top}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
-def _tensor(x: Any) -> str:
-    kind = str(x.dtype).removeprefix("torch.")
-    place = getattr(x, "device", "cpu")
-    # Numbers elsewhere than on the CPU are left there: to show them would wait for the device.
-    few = len(x.shape) <= 1 and x.numel() <= MANY if hasattr(x, "numel") else False
-    if few and str(place) == "cpu":
-        return short(x.tolist())
-    return f"{kind}{list(x.shape)}" + ("" if str(place) == "cpu" else f" on {place}")
+def with_bar(doing: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that takes `progress`: in a notebook, None means a bar."""
 
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            # A Jupyter kernel; IPython in a terminal has a shell without one.
+            shell = sys.modules.get("IPython")
+            in_notebook = shell is not None and hasattr(shell.get_ipython(), "kernel")
+            if kwargs.get("progress") is not None or not in_notebook:
+                return function(*args, **kwargs)
+            from tqdm.auto import tqdm
 
-def _named(value: object) -> bool:
-    """Whether a sequence is a record with a repr of its own, such as a NamedTuple."""
-    return hasattr(value, "_fields") or hasattr(value, "_repr_html_")
+            form = "{desc} {percentage:.0f} % {bar} {remaining} left"
+            with tqdm(desc=doing, total=1.0, leave=False, bar_format=form) as bar:
 
+                def show(done: float, total: float) -> None:
+                    if total:
+                        bar.update(done / total - bar.n)
 
-def _same(value: object, default: object) -> bool:
-    """Whether a field has its default value; tensors never do."""
-    return value is default or (not hasattr(value, "shape") and value == default)
+                # cast: mypy does not know that the function has an argument `progress`.
+                return cast(Any, function)(*args, **{**kwargs, "progress": show})
+
+        return run
+
+    return decorate

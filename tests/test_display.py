@@ -130,8 +130,7 @@ def results() -> dict[str, object]:
     study = ls.measure(model, torch.arange(64), lengths=[4, 8], samples=1, layers=[0])
     attacked = Line(layer=0, n=4, name="ascent", value=2.0, lower=1.9, upper=2.1, detail="")
     residual = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, heads=2, constant=0.5))
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    converted = ls.convert_model(encoder, "l2", tokens)
+    converted = ls.convert_model(LlamaModel(config), "l2", torch.arange(8)[None])
     found = {
         "layer": big,
         "heads apart": big.heads_apart(),

@@ -1,26 +1,39 @@
-"""The Python on every page runs as it stands and gives the output and the numbers beside it.
+"""What the documentation shows and names is true: its Python, notebooks, tables, commands, paths.
 
-The blocks of a page run one after the other in one namespace. A block that the tests cannot run
-carries the comment `<!-- not run: reason -->` on the line before it. A block of text right after a
-block of Python is its output; a comment with four decimals is the value of its expression.
+The blocks of Python of a page run one after the other in one namespace. A block that the tests
+cannot run carries the comment `<!-- not run: reason -->` on the line before it. A block of text
+right after a block of Python is its output; a comment with four decimals is the value of its
+expression. Notebooks are stored with their outputs, because the documentation site shows them as
+they are; `python -m tests.test_docs` runs all of them and stores the new outputs.
 """
 
+import argparse
 import ast
+import importlib
+import importlib.util
+import json
+import os
 import re
 import shlex
+import tempfile
 import warnings
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from typer.main import get_command
 
+from benchmarks import attend, error_budget_tables, training_page
 from lipscope.cli.commands import app
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+VERBS = getattr(get_command(app), "commands")  # noqa: B009  (a typer group)
 BLOCK = re.compile(
     r"(?:^<!-- not run:(?P<reason>[^\n]*)-->\n)?"
     r"^```python\n(?P<code>.*?)^```$"
@@ -30,9 +43,10 @@ BLOCK = re.compile(
 VALUE = re.compile(r"#\s+(\d+\.\d{4})\b")
 NUMBER = r"\d+(?:\.\d+)?"
 
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
-@dataclass(frozen=True)
-class Block:
+
+class Block(NamedTuple):
     """A block of Python; `reason` says why it is not run, and is None where it is."""
 
     code: str
@@ -99,86 +113,201 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
                     assert_same_output(printed, block.output)
 
 
-def test_the_readme_and_the_guides_have_python():
-    names = {page.name for page in RUN}
-    guides = {"choosing.md", "extending.md", "monitor.md", "dynamics.md"}
-    assert {"README.md", "index.md", "tutorial.md"} | guides <= names
+def test_a_block_that_is_not_run_has_a_reason():
+    for page in PAGES:
+        text = page.read_text()
+        found = blocks(text)
+        assert len(found) == text.count("```python"), f"{page}: a block not found is not run"
+        reasons = [block.reason for block in found if block.reason is not None]
+        assert "" not in reasons, f"{page}: say why the block is not run"
+        comments = re.findall("^<!-- not run", text, flags=re.MULTILINE)
+        assert len(reasons) == len(comments), f"{page}: put it right before a block"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_block_that_is_not_run_has_a_reason(page):
-    text = page.read_text()
-    found = blocks(text)
-    assert len(found) == text.count("```python"), "a block that is not found is not run"
-    assert all(block.reason != "" for block in found), "say why the block is not run"
-    reasons = [block.reason for block in found if block.reason is not None]
-    assert len(reasons) == text.count("<!-- not run"), "the comment belongs right before a block"
+# Notebooks
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_files_named_on_a_page_exist(page):
-    text = page.read_text()
-    named = re.findall(r"\b((?:lipscope|tests|benchmarks|examples|docs)/[\w/]+\.\w+)", text)
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def printed(notebook: nbformat.NotebookNode) -> list[str]:
+    """What each cell prints. Tables and figures are left out: they have tests of their own."""
+    return [
+        "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+def executed(path: Path, directory: Path) -> nbformat.NotebookNode:
+    """A notebook run in a new kernel, from an empty directory, with nothing that tells when."""
+    notebook = nbformat.read(path, as_version=4)
+    # The kernel imports this lipscope, whatever is installed.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        coalesce_streams=True,
+        startup_timeout=120,
+        timeout=240,
+        record_timing=False,
+        resources={"metadata": {"path": str(directory)}},
+    )
+    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    return notebook
+
+
+@pytest.mark.wide
+@each_notebook
+def test_a_notebook_runs_and_prints_what_is_stored(path, tmp_path):
+    found, stored = executed(path, tmp_path), nbformat.read(path, as_version=4)
+    code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    for new, old, cell in zip(printed(found), printed(stored), code, strict=True):
+        # Hundreds of steps of training amplify the rounding of a processor: only words count.
+        if "numbers vary" in cell["metadata"].get("tags", ()):
+            new, old = (re.sub(NUMBER, "0", text) for text in (new, old))
+        assert_same_output(new, old)
+
+
+@each_notebook
+def test_a_notebook_is_small_and_complete(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert path.stat().st_size < 100_000
+    assert notebook["cells"][0]["source"].startswith("# "), "a notebook begins with its title"
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert '"stderr"' not in path.read_text()
+    assert any(printed(notebook)), "run `python -m tests.test_docs` to store the outputs"
+
+
+# Tables made from stored figures
+
+
+def made_of(name: str) -> list[str]:
+    """The parts of a page that are made from stored figures, as they would be made now."""
+    if name == "training.md":
+        results = json.loads(training_page.RESULTS.read_text())
+        return [training_page.filled(training_page.PAGE.read_text(), results)]
+    if name == "error_budgets.md":
+        figures = error_budget_tables.figures(error_budget_tables.stored())
+        return [f"{error_budget_tables.BEGIN}\n\n{figures}\n\n{error_budget_tables.END}"]
+    result = json.loads((attend.RESULTS / "attend_h200.json").read_text())
+    return [attend.table(result), attend.error_table(result)]
+
+
+@pytest.mark.parametrize("name", ["training.md", "error_budgets.md", "attend.md"])
+def test_tables_are_those_of_the_stored_figures(name):
+    text = (ROOT / "docs" / name).read_text()
+    for part in made_of(name):
+        assert part in text, "write the page again: python -m benchmarks.<name> --page"
+
+
+def test_the_example_of_attend_trains_like_attention_written_out():
+    from examples import meanflow
+
+    options = argparse.Namespace(steps=3, batch=2, points=8, device="cpu")
+    curves = [meanflow.train(f, options) for f in (meanflow.ls.attend, meanflow.written_out)]
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-5
+    assert curves[0][0] != curves[0][-1]
+
+
+# Names: paths, modules, attributes, commands and options
+
+
+@cache
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or what one holds."""
+    package, *rest = name.split(".")
+    module = importlib.import_module("lipscope" if package == "ls" else package)
+    for i, part in enumerate(rest):
+        try:
+            module = getattr(module, part)
+        except AttributeError:
+            if not hasattr(module, "__path__"):
+                return False
+            full = f"{module.__name__}.{part}"
+            if package in ("tests", "benchmarks"):  # a program: importing it may take long
+                found = importlib.util.find_spec(full)
+                return found is not None and (i == len(rest) - 1 or part != rest[-1])
+            if importlib.util.find_spec(full) is None:
+                return False
+            module = importlib.import_module(full)
+    return True
+
+
+def unknown_names(text: str) -> list[str]:
+    """The paths and dotted names of a page that do not exist, diffs aside."""
+    text = re.sub(r"^```diff\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    start = r"(?<![\w./-])"
+    paths = re.findall(start + r"((?:lipscope|tests|benchmarks|examples|docs)/[\w./-]*\w)", text)
+    wrong = [path for path in paths if not (ROOT / path).exists()]
+    names = re.findall(start + r"((?:lipscope|ls|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)", text)
+    wrong += [name for name in names if not exists(name)]
     for name, file in re.findall(r"`(\w+)[\w.]*` in `((?:lipscope|tests)/[\w/]+\.py)`", text):
-        assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{name} is not in {file}"
+        if not re.search(rf"\b{name}\b", (ROOT / file).read_text()):
+            wrong.append(f"{name} in {file}")
+    return wrong
 
 
-def commands(page: str) -> list[str]:
-    """The command lines of lipscope in the blocks of a page, fenced or indented."""
-    blocks = re.findall(r"^```\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines()]
-    lines += [line[4:] for line in page.splitlines() if line.startswith("    lipscope ")]
-    found = [line.removeprefix("$ ") for line in lines]
-    return [line.removeprefix("lipscope ") for line in found if line.startswith("lipscope ")]
+def wrong_command_lines(text: str) -> list[str]:
+    """The command lines of lipscope, in blocks or indented, that would be refused."""
+    fenced = re.findall(r"^```\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line.removeprefix("$ ") for block in fenced for line in block.splitlines()]
+    lines += [line[4:] for line in text.splitlines() if line.startswith("    lipscope ")]
+    wrong = []
+    for line in lines:
+        if line.startswith("lipscope "):
+            verb, *words = shlex.split(line.removeprefix("lipscope "), comments=True)
+            try:
+                VERBS[verb].make_context(verb, words)
+            except Exception as error:  # typer has no public name for what its parser raises
+                wrong.append(f"{line}: {error}")
+    return wrong
 
 
-def parse(line: str) -> None:
-    """Read a command line as lipscope would, without running it."""
-    verb, *words = shlex.split(line, comments=True)
-    verbs = get_command(app).commands
-    assert verb in verbs, f"lipscope {verb} does not exist"
-    try:
-        verbs[verb].make_context(verb, words)
-    except Exception as error:  # typer has no public name for what its parser raises
-        raise AssertionError(f"lipscope {line}: {error}") from None
+@cache
+def options() -> dict[str, frozenset[str]]:
+    """The options of each verb; of no verb, also those of benchmarks, tests and the Makefile."""
+    files = [ROOT / "Makefile", *(ROOT / "tests").rglob("*.py")]
+    files += [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    own = {verb: {o for p in command.params for o in p.opts} for verb, command in VERBS.items()}
+    own = {verb: names | {"--help"} for verb, names in own.items()}
+    programs = re.findall(r"--[a-z][\w-]+", "".join(file.read_text() for file in files))
+    every = {"--version", "--install-completion"}.union(programs, *own.values())
+    return {"": frozenset(every)} | {verb: frozenset(names) for verb, names in own.items()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_command_lines_on_a_page_are_valid(page):
-    for line in commands(page.read_text()):
-        parse(line)
+def wrong_options(text: str) -> list[str]:
+    """Verbs and options between backticks that do not exist."""
+    wrong = []
+    for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)):
+        verb = re.match(r"lipscope ([a-z][\w-]*)|", code)[1] or ""
+        if verb not in options():
+            wrong.append(code)
+            continue
+        named = re.findall(r"(?<![\w-])--[a-z][\w-]+", code)
+        wrong += [f"{option} in {code}" for option in named if option not in options()[verb]]
+    return wrong
 
 
-def test_a_wrong_command_line_is_seen():
-    page = "    lipscope show DIR\n\n```\n$ lipscope doctor\n```\n\nlipscope takes words."
-    assert commands(page) == ["doctor", "show DIR"]
-    parse("measure bert-base-uncased --text my.txt --lengths 16,64   # a comment")
-    for wrong in ("measure --length 16", "mesure", "attack --swaps three --kind tokens", "show"):
-        with pytest.raises(AssertionError, match="lipscope"):
-            parse(wrong)
+@pytest.mark.parametrize("check", [unknown_names, wrong_command_lines, wrong_options])
+def test_what_pages_name_exists(check):
+    # In one test, so that the quick tests see every page.
+    found = {page.relative_to(ROOT).as_posix(): check(page.read_text()) for page in PAGES}
+    assert {page: wrong for page, wrong in found.items() if wrong} == {}
 
 
-def test_output_beside_python_is_seen():
-    assert blocks("```python\nx\n```\n\n```text\n1\n```\n") == [Block("x\n", "1\n", None)]
-    assert blocks("<!-- not run: a GPU -->\n```python\nx\n```\n") == [Block("x\n", "", "a GPU")]
-    assert blocks("<!-- not run: -->\n```python\nx\n```\n") == [Block("x\n", "", "")]
+def main() -> None:
+    """Run every notebook and store its outputs."""
+    for path in NOTEBOOKS:
+        with tempfile.TemporaryDirectory() as directory:
+            notebook = executed(path, Path(directory))
+        for cell in notebook["cells"]:
+            cell["metadata"] = {key: x for key, x in cell["metadata"].items() if key == "tags"}
+            # Warnings of other packages name paths of this machine.
+            outputs = cell.get("outputs", [])
+            outputs[:] = [output for output in outputs if output.get("name") != "stderr"]
+        nbformat.write(notebook, path)
+        print(f"{path.name}: {path.stat().st_size} bytes")
 
 
-@pytest.mark.parametrize(
-    "stale", ["layer 0 52.92", "layer 0 53.0", "layer 1 52.90", "layer 0 -52.90", "head 0 52.90"]
-)
-def test_a_stale_number_in_the_output_is_seen(stale):
-    assert_same_output("layer 0 52.9\n", "layer  0  52.91")
-    with pytest.raises(AssertionError):
-        assert_same_output("layer 0 52.90", stale)
-
-
-def test_a_stale_number_in_a_comment_is_seen():
-    run(Block("x = 1\nx + 1    # 2.0000: the sum\n", "", None), {}, "page")
-    with pytest.raises(AssertionError):
-        run(Block("x = 1\nx + 1    # 2.0001\n", "", None), {}, "page")
-    with pytest.raises(AssertionError, match="beside no expression"):
-        run(Block("for x in (): x    # 2.0000\n", "", None), {}, "page")
-    with pytest.raises(AssertionError):
-        run(Block("x = 2    # 2.0001\n", "", None), {}, "page")
+if __name__ == "__main__":
+    main()

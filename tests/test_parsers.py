@@ -25,10 +25,10 @@ from lipscope.papers.charlm.files import FILE as CHECKPOINT
 from lipscope.papers.charlm.files import read_checkpoint
 from lipscope.probes.budget.formats import read_formats
 from lipscope.probes.budget.metrics import read_metric
-from lipscope.study.sharding import parse_shard
+from lipscope.study.jobs import parse_shard
+from lipscope.study.reading import TextColumn, read_file
 from lipscope.study.study import Study
 from lipscope.study.sweep import read_sweep
-from lipscope.study.texts import TextColumn, read_file
 
 Parser = Callable[[Path], object]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import lipscope as ls
-from lipscope.study.work import threads_for
+from lipscope.study.probe import threads_for
 from lipscope.train.watched_modules import ModuleWatch
 
 CONFIG = {

@@ -119,7 +119,8 @@ def ascend(
         f = ordinary_module(f)
         if any(p.is_floating_point() and p.dtype != torch.float64 for p in f.parameters()):
             f = copy.deepcopy(f).double()
-    region = region_of(domain, _token_size(f, domain, dim), _device(f, domain, starts))
+    size = f.Q.shape[1] if isinstance(f, SelfAttention) else dim
+    region = region_of(domain, size, _device(f, domain, starts))
     Z = _starts(f, domain, region, climb, starts)
     Z, value = _climb(f, region, Z, climb)
     best = int(value.argmax())
@@ -209,21 +210,6 @@ def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
     quick = Solver(max_steps=WARM_STEPS, seed=0)
     rough = as_batch(spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=quick))
     return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]
-
-
-def _token_size(f: Map, domain: Domain | Normed, dim: int | None) -> int:
-    if isinstance(f, SelfAttention):
-        return f.Q.shape[1]
-    if isinstance(domain, Normed):
-        return len(domain.weight)
-    if isinstance(domain, Point | Around):
-        return domain.X.shape[1]
-    if dim is None:
-        raise UserError(
-            "in a Ball, the size of a token must be given for a map that is not a SelfAttention; "
-            "pass ascend(..., dim=...)"
-        )
-    return dim
 
 
 def _device(f: Map, domain: Domain | Normed, starts: Sequence[Tensor]) -> torch.device:

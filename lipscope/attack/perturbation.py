@@ -70,10 +70,7 @@ def singular_response(
         >>> [round(ratio, 3) for ratio in found.ratios]
         [3.0, 3.0]
     """
-    if X.ndim != 2:
-        raise UserError(f"X must be one input [n, d], got shape {tuple(X.shape)}")
-    if not etas or not all(eta > 0 for eta in etas):
-        raise UserError(f"etas must be positive, at least one of them, got {list(etas)}")
+    _check_steps(X, "etas", etas)
     sigma = as_single(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
 
     def change(E: Tensor) -> float:
@@ -93,7 +90,7 @@ TOL = 1e-3
 
 def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
     """Draw directions uniform on the sphere."""
-    r = _checked(X, radii)
+    r = _check_steps(X, "radii", radii)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(len(r), *X.shape, generator=generator, dtype=torch.float64)
     return _of_norm(drawn.to(X), r)
@@ -101,7 +98,7 @@ def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) ->
 
 def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
     """Step along the top right singular vector, with the better sign: optimal as r tends to 0."""
-    r = _checked(X, radii)
+    r = _check_steps(X, "radii", radii)
     top = local_lipschitz(f, X[None], TOL, solver=Solver(seed=seed)).right.to(X)
     # To first order both signs change f equally; at finite radius one may do better.
     ahead, back = (_of_norm((sign * top).expand(len(r), -1, -1), r) for sign in (1, -1))
@@ -118,7 +115,7 @@ def gradient_perturbations(
     the ascent a power iteration; for larger r the two starts may reach different maxima. A step
     that does not help is undone and shortened.
     """
-    r = _checked(X, [*radii, *radii])
+    r = _check_steps(X, "radii", [*radii, *radii])
     E = random_perturbations(X, radii, seed=seed)
     E = torch.cat([E, -E])
     with torch.no_grad(), callers_device():
@@ -155,11 +152,12 @@ def _of_norm(E: Tensor, r: Tensor) -> Tensor:
     return E * (r / torch.where(size > 0, size, 1.0))[:, None, None]
 
 
-def _checked(X: Tensor, radii: Sequence[float]) -> Tensor:
+def _check_steps(X: Tensor, name: str, sizes: Sequence[float]) -> Tensor:
+    """Return the sizes of steps from one input as a tensor."""
     if X.ndim != 2:
         raise UserError(f"X must be one input [n, d], got shape {tuple(X.shape)}")
-    if not radii or not all(0 < r < float("inf") for r in radii):
+    if not sizes or not all(0 < size < float("inf") for size in sizes):
         raise UserError(
-            f"radii must be positive and finite, at least one of them, got {list(radii)}"
+            f"{name} must be positive and finite, at least one of them, got {list(sizes)}"
         )
-    return torch.tensor(list(radii), dtype=torch.float64).to(X)
+    return torch.tensor(list(sizes), dtype=torch.float64).to(X)

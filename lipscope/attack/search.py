@@ -198,7 +198,7 @@ def _shortened(Z: Tensor, longest: float, dim: tuple[int, ...]) -> Tensor:
     return Z * (longest / Z.norm(dim=dim, keepdim=True).clamp_min(longest))
 
 
-def region_of(domain: Domain | Normed, d: int, device: torch.device) -> Region:
+def region_of(domain: Domain | Normed, d: int | None, device: torch.device) -> Region:
     """Return the region of a domain for tokens of size d, in float64 on the device of the map."""
 
     def there(x: Tensor) -> Tensor:
@@ -206,6 +206,11 @@ def region_of(domain: Domain | Normed, d: int, device: torch.device) -> Region:
 
     match domain:
         case Ball():
+            if d is None:
+                raise UserError(
+                    "in a Ball, the size of a token must be given for a map that is not a "
+                    "SelfAttention; pass ascend(..., dim=...)"
+                )
             return _ball(domain, d, device)
         case Around():
             size = domain.X.shape[1]
@@ -219,7 +224,7 @@ def region_of(domain: Domain | Normed, d: int, device: torch.device) -> Region:
                 "ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), "
                 f"not {type(domain).__name__}"
             )
-    if size != d:
+    if d is not None and size != d:
         raise UserError(
             f"the domain has tokens of size {size}, and the map takes tokens of size {d}"
         )

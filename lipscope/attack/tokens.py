@@ -268,9 +268,6 @@ def _checked(target: TextTarget, ids: Sequence[int], swaps: int) -> Tensor:
     return torch.tensor(list(ids))
 
 
-TokenSearch = Callable[[TextTarget, Sequence[int]], Swapped]
-
-
 class TimeUp(BaseException):
     """Ends a search; not an Exception, so that no handler of errors inside a model swallows it."""
 
@@ -309,7 +306,7 @@ class Deadline(TorchFunctionMode):
 
 
 def search_until(
-    search: TokenSearch,
+    search: Callable[[TextTarget, Sequence[int]], Swapped],
     target: TextTarget,
     ids: Sequence[int],
     *,

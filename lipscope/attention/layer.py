@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -16,7 +16,7 @@ from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.linearization import linearize
 from lipscope.attention.rounding_scale import WeightNorms, weight_norms
-from lipscope.attention.scores import L2, Dot, Kernel, augment, default_scale, only_head
+from lipscope.attention.scores import L2, Dot, Kernel, augment, default_scale
 from lipscope.fused.arguments import check_options
 from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_input, check_one_device, check_tensor
@@ -77,10 +77,15 @@ class SelfAttention(Displayed):
     def __post_init__(self) -> None:
         _check_weights(self)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @cached_property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return default_scale(self.kernel, self.Q.shape[0] // self.heads)
 
     def per_head(self, W: Tensor) -> Tensor:
         """Rows of K or V, or of their biases, for each query head: [H, size, ...]."""
@@ -91,7 +96,7 @@ class SelfAttention(Displayed):
         q, k, v = self.project(X)
         if isinstance(self.kernel, L2):
             q, k = augment(self.kernel, q, k)
-        scale = 1.0 if isinstance(self.kernel, L2) else default_scale(self.kernel, q.shape[-1])
+        scale = 1.0 if isinstance(self.kernel, L2) else self.scale
         o = attend(
             q,
             k,
@@ -120,7 +125,7 @@ class SelfAttention(Displayed):
         rope = self.kernel.rope if isinstance(self.kernel, Dot) else None
         return (q, k, v) if rope is None else (rope.turn(q), rope.turn(k), v)
 
-    @property
+    @cached_property
     def mask_per_head(self) -> Tensor | None:
         """The mask as `attend` takes it: [B, n, n] becomes [B, 1, n, n]."""
         return self.mask[:, None] if self.mask is not None and self.mask.ndim == 3 else self.mask
@@ -161,11 +166,8 @@ class SelfAttention(Displayed):
         own = slice(h * size, (h + 1) * size)
         keys = slice(group * size, (group + 1) * size)
         vals = slice(group * values, (group + 1) * values)
-        bq, bk, bv = self.biases or (None, None, None)
-
-        def part(b: Tensor | None, cut: slice) -> Tensor | None:
-            return None if b is None else b[cut]
-
+        biases = zip(self.biases or (None, None, None), (own, keys, vals), strict=True)
+        sinks = self.kernel.sinks
         return replace(
             self,
             Q=self.Q[own],
@@ -174,8 +176,8 @@ class SelfAttention(Displayed):
             O=None,
             heads=1,
             kv_heads=None,
-            biases=(part(bq, own), part(bk, keys), part(bv, vals)),
-            kernel=only_head(self.kernel, h),
+            biases=tuple(None if b is None else b[cut] for b, cut in biases),  # type: ignore[arg-type]  # three of them
+            kernel=replace(self.kernel, sinks=None if sinks is None else sinks[h : h + 1]),
         )
 
     def heads_apart(self) -> HeadsApart:
@@ -230,6 +232,64 @@ class HeadsApart(Displayed):
         return HeadsApart(self.layer.double())
 
 
+@dataclass(frozen=True, eq=False)
+class FactoredAttention(SelfAttention):
+    """L2 attention whose values are, by definition, `M_h` times the queries.
+
+    The values are computed from the queries instead of the stored `V`, so that a rounding error of
+    `V` is never multiplied by the size of the tokens. Only then does the layer have a Lipschitz
+    constant over all inputs.
+
+    Args:
+        M: Shape `[heads, m, k]`, keyword only. All other arguments are those of `SelfAttention`,
+            with `V = M_h Q_h` in every head (up to rounding), an `L2` kernel and no biases.
+
+    Raises:
+        UserError: If `V` is not `M Q`, or the kernel, the heads or the biases do not fit.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> Q = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+        >>> M = torch.tensor([[[3.0]]], dtype=torch.float64)
+        >>> f = ls.theorems.FactoredAttention(Q, Q, 3 * Q, kernel=ls.L2(), M=M)
+        >>> [row.name for row in ls.bounds(f, ls.Everywhere(n=4)) if row.kind == "upper"]
+        ['Kim et al., L2 attention', 'L2 attention']
+    """
+
+    M: Tensor = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shape = (self.heads, self.V.shape[0] // self.heads, self.Q.shape[0] // self.heads)
+        biased = any(bias is not None for bias in self.biases or ())
+        if not isinstance(self.kernel, L2) or self.groups != self.heads or biased:
+            raise UserError(
+                "FactoredAttention needs an L2 kernel, as many key heads as query heads, "
+                "and no biases"
+            )
+        if tuple(self.M.shape) != shape or self.M.dtype != self.Q.dtype:
+            expected = f"shape [heads, m, k] = {shape} and the dtype of Q, {self.Q.dtype}"
+            raise UserError(f"M must have {expected}, got {tuple(self.M.shape)} of {self.M.dtype}")
+        check_one_device("Q", self.Q, M=self.M)
+        Q, V = (W.unflatten(0, (self.heads, -1)).double() for W in (self.Q, self.V))
+        M = self.M.double()
+        # Loose enough for values rounded to bfloat16. A product that overflows is not compared.
+        if ((V - M @ Q).norm(dim=(1, 2)) > 2**-6 * (M.norm(dim=(1, 2)) * Q.norm(dim=(1, 2)))).any():
+            raise UserError("V is not M Q; pass V = M_h Q_h, head by head")
+
+    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, _ = super().project(X)
+        return q, k, q @ self.M.mT
+
+    def head(self, h: int) -> FactoredAttention:
+        def parts(f: SelfAttention) -> dict[str, Any]:
+            return {part.name: getattr(f, part.name) for part in fields(SelfAttention)}
+
+        plain = SelfAttention(**parts(self)).head(h)
+        return FactoredAttention(**parts(plain) | {"biases": None}, M=self.M[h : h + 1])
+
+
 def _check_weights(f: SelfAttention) -> None:
     for name, W in (("Q", f.Q), ("K", f.K), ("V", f.V), ("O", f.O)):
         if W is None and name == "O":
@@ -273,7 +333,9 @@ def _check_weights(f: SelfAttention) -> None:
                 raise UserError(
                     f"{name} is {b.dtype} and Q is {f.Q.dtype}; give all weights one dtype"
                 )
-    check_options(f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
+    options = (f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
+    if any(option is not None for option in options):
+        check_options(*options)
     bq, bk, bv = f.biases or (None, None, None)
     check_one_device("Q", f.Q, K=f.K, V=f.V, O=f.O, bq=bq, bk=bk, bv=bv)
     check_one_device("Q", f.Q, mask=f.mask, padding=f.padding, sinks=f.kernel.sinks)

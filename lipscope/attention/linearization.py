@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import dense_products
 from lipscope.attention.float64_check import compare
 from lipscope.attention.rounding_scale import (
     BlockNorms,
@@ -23,13 +22,15 @@ from lipscope.attention.rounding_scale import (
     WeightNorms,
     block_norms,
     largest,
+    over_heads,
     per_head,
 )
-from lipscope.attention.scores import L2, Dot, Rope, augment, common_centre, default_scale
+from lipscope.attention.scores import L2, Dot, Rope, augment, common_centre
 from lipscope.fused import backend, reference, tiled
+from lipscope.fused._torch_internals import is_observed
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.reference import Triple, Weights
-from lipscope.linalg.operator import LOCAL, Compression, LinearOperator, Product, Rounding, Space
+from lipscope.linalg.operator import LOCAL, Compression, LinearOperator, Rounding, Space
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -44,6 +45,13 @@ enough to find the direction of the top vector."""
 UNRESOLVED = 1e-2
 """Resolution beyond which scores are too large for the kernels: their row sums cancel, and the
 slower tiles, which subtract the row sum before the product with v, take over."""
+
+PIECE = 1 << 19
+"""Bytes of scores in a piece, per thread: a few such arrays stay in a cache of one or two
+megabytes, which every core has for itself."""
+
+SHORT = 64
+"""Rows of P below which a plain product is faster: nothing leaves the cache there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,23 +128,23 @@ class State:
 
     def jvp(self, tangent: Triple) -> Tensor:
         """dq, dk, dv -> do, through the softmax."""
+        qkv = (self.q, self.k, self.v)
         if self.weights is not None:
-            products = (
-                dense_products if dense_products.usable(self.weights, tangent[0]) else reference
-            )
-            return products.jvp(self.weights, self.q, self.k, self.v, tangent)
+            jvp = _jvp_in_pieces if _fits_pieces(self.weights, tangent[0]) else reference.jvp
+            return jvp(self.weights, *qkv, tangent)
         if self.tiles:
-            return tiled.jvp(self.q, self.k, self.v, self.lse, tangent, self.pattern)
-        return backend.jvp(self.q, self.k, self.v, self.o, self.lse, tangent, self.pattern)
+            return tiled.jvp(*qkv, self.lse, tangent, self.pattern)
+        return backend.jvp(*qkv, self.o, self.lse, tangent, self.pattern)
 
     def vjp(self, g: Tensor) -> Triple:
         """The adjoint of `jvp`: g [M, H, n, m] -> gq, gk, gv."""
+        qkv = (self.q, self.k, self.v)
         if self.weights is not None:
-            products = dense_products if dense_products.usable(self.weights, g) else reference
-            return products.vjp(self.weights, self.q, self.k, self.v, g)
+            vjp = _vjp_in_pieces if _fits_pieces(self.weights, g) else reference.vjp
+            return vjp(self.weights, *qkv, g)
         if self.tiles:
-            return tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern)
-        return backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern)
+            return tiled.vjp(*qkv, self.lse, g, self.pattern)
+        return backend.vjp(*qkv, self.o, self.lse, g, self.pattern)
 
     @property
     def keeps_weights(self) -> bool:
@@ -159,25 +167,20 @@ class State:
 
     def bias_left(self, largest_score: Tensor) -> Tensor:
         """What the additive mask adds to the size of the logits: `Pattern.bias_left_by_head`."""
-        n = self.q.shape[-2]
-        n_keys = self.k.shape[-2]
-        return self.pattern.bias_left_by_head(n, n_keys, largest_score)
+        return self.pattern.bias_left_by_head(self.q.shape[-2], self.k.shape[-2], largest_score)
 
     def evaluated(self, condition: Tensor, keep: bool) -> State:
         """The state with the output and the log-sum-exp, and with P if it is to be kept."""
-        q = self.q
-        k = self.k
-        v = self.v
-        pattern = self.pattern
+        qkv = (self.q, self.k, self.v)
         if keep:
-            o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
-            if dense_products.usable(weights, q):
-                q, k, v = (x.mT.contiguous().mT for x in (q, k, v))  # column after column
+            o, lse, weights = reference.forward_and_weights(*qkv, self.pattern)
+            columns = _fits_pieces(weights, self.q)
+            q, k, v = (x.mT.contiguous().mT if columns else x for x in qkv)  # column after column
             return replace(self, q=q, k=k, v=v, o=o, lse=lse, weights=weights)
-        resolution = 8 * torch.finfo(q.dtype).eps * condition.max()
-        lost = q.dtype == torch.float32 and not resolution <= UNRESOLVED
-        tiles = lost and backend.fused(q, k, v, pattern)
-        o, lse = (tiled if tiles else backend).forward(q, k, v, pattern)
+        resolution = 8 * torch.finfo(self.q.dtype).eps * condition.max()
+        lost = self.q.dtype == torch.float32 and not resolution <= UNRESOLVED
+        tiles = lost and backend.fused(*qkv, self.pattern)
+        o, lse = (tiled if tiles else backend).forward(*qkv, self.pattern)
         return replace(self, o=o, lse=lse, tiles=tiles)
 
     def take(self, members: Tensor) -> State:
@@ -233,6 +236,87 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).flatten(-2)
 
 
+def _fits_pieces(W: Weights, x: Tensor) -> bool:
+    """Whether products may be formed in place: on the CPU, where nobody records or maps them."""
+    if x.device.type != "cpu" or x.requires_grad or W.P.shape[-1] < SHORT:
+        return False
+    return not is_observed(x)
+
+
+# Products with J and J' on the CPU from a kept P, a piece at a time that fits into the cache. The
+# formulas are those of `reference`, but the scores of a piece are written once and changed in place
+# while they are in the cache, and every result is formed as its transpose, [k, n] in memory, which
+# the library multiplies up to twice as fast as [n, k] in float64.
+
+
+def _jvp_in_pieces(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
+    """`reference.jvp`; what is returned is [..., m, n] in memory."""
+    groups = k.shape[-3]
+    dq, dk, dv = tangent
+    q_ = reference.rows(q, groups)
+    dq_ = reference.rows(dq, groups)
+    do = q_.new_empty(*q_.shape[:-2], v.shape[-1], q_.shape[-2]).mT  # column after column
+    for keys, part in _pieces(W.P):
+        P = W.P[part]
+        # dT = dq k' + q dk'
+        S = torch.bmm(dq_[part], k[keys].mT).baddbmm_(q_[part], dk[keys].mT)
+        if W.slope is not None:
+            S.mul_(W.slope[part])
+        # dP = P (S - rowsum(P S)), in place of S
+        dP = S.sub_((P * S).sum(-1, keepdim=True)).mul_(P)
+        # do' = v' dP' + dv' P'
+        torch.bmm(v[keys].mT, dP.mT, out=do[part].mT).baddbmm_(dv[keys].mT, P.mT)
+    return reference.heads(do, q.shape[-3])
+
+
+def _vjp_in_pieces(W: Weights, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Triple:
+    """`reference.vjp`; all three are [..., k, n] in memory."""
+    groups = k.shape[-3]
+    q_ = reference.rows(q, groups)
+    g_ = reference.rows(g, groups)
+    gq, gk, gv = (
+        x.new_empty(*x.shape[:-2], size, x.shape[-2]).mT  # column after column
+        for x, size in ((q_, q_.shape[-1]), (k, k.shape[-1]), (k, v.shape[-1]))
+    )
+    for keys, part in _pieces(W.P):
+        P = W.P[part]
+        gT = torch.bmm(g_[part], v[keys].mT)
+        gT = gT.sub_((P * gT).sum(-1, keepdim=True)).mul_(P)
+        if W.slope is not None:
+            gT.mul_(W.slope[part])
+        # gq' = k' gT',  gk' = q' gT,  gv' = g' P, where rows of other pieces have added theirs
+        torch.bmm(k[keys].mT, gT.mT, out=gq[part].mT)
+        added = 0 if part[2].start == 0 else 1
+        gk[keys].mT.baddbmm_(q_[part].mT, gT, beta=added)
+        gv[keys].mT.baddbmm_(g_[part].mT, P, beta=added)
+    return reference.heads(gq, q.shape[-3]), gk, gv
+
+
+Index = tuple[int | slice, int | slice]
+Part = tuple[int | slice, int | slice, slice]
+
+
+def _pieces(P: Tensor) -> Iterator[tuple[Index, Part]]:
+    """Which heads, and which of their rows of P [M, G, rows, n'], make a batch of few matrices."""
+    members, groups, height, width = P.shape
+    row = width * P.element_size()
+    piece = PIECE * torch.get_num_threads()
+    together = max(1, piece // (height * row))
+    tall = max(1, min(height, piece // row))
+    # A batch runs along one dimension: over members of a single head, or over the heads of one.
+    if groups == 1:
+        batches: Iterator[Index] = (
+            (slice(i, i + together), 0) for i in range(0, members, together)
+        )
+    else:
+        batches = (
+            (m, slice(i, i + together)) for m in range(members) for i in range(0, groups, together)
+        )
+    for keys in batches:
+        for top in range(0, height, tall):
+            yield keys, (*keys, slice(top, top + tall))
+
+
 def linearize(
     f: SelfAttention,
     X: Tensor,
@@ -248,19 +332,17 @@ def linearize(
     """
     tokens = X if X.ndim == 3 else X[None]
     with torch.no_grad():
-        state, (condition, worst), blocks = _state(f, tokens, weights, apart, kind, space)
+        state, growth, blocks = _state(f, tokens, weights, apart, kind, space)
+        size = None
+        if blocks is not None:
+            size = blocks.values + blocks.queries.amax(dim=-1) + blocks.keys
         if apart:
             state = state.apart(f.heads)
-            size = None if blocks is None else blocks.heads()
-            rounding = Rounding(condition, worst, size).each(torch.flatten)
+            rounding = Rounding(*growth, size).each(torch.flatten)
         else:
-            o = f.weight_norms.o
-            growth = 1 + worst
-            sums = (None, None) if blocks is None else (blocks.layer(o), blocks.layer(o, growth))
-            rounding = _over_heads(condition, worst, *sums)
+            rounding = over_heads(*growth, size, f.weight_norms.o)
         # Rows of Q (scaled), K, V stacked: [1, H k + G k + G m, d], or by head [H, 2k + m, d].
-        scale = default_scale(f.kernel, f.Q.shape[0] // f.heads)
-        Q = f.Q * scale if isinstance(f.kernel, Dot) else f.Q
+        Q = f.Q * f.scale if isinstance(f.kernel, Dot) else f.Q
         W = torch.cat([Q, f.K, f.V])[None]
         if apart:
             by_head = Q.unflatten(0, (f.heads, -1)), f.per_head(f.K), f.per_head(f.V)
@@ -275,7 +357,7 @@ def linearize(
         copies = tokens.shape[0] if apart else 1
         state = replace(state, W=W.repeat(copies, 1, 1))
     batch = None if X.ndim == 2 and not apart else state.q.shape[0]
-    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, rounding)
+    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, rounding, state.q.dtype)
     if basis is not None:
         basis = basis.repeat(copies, 1, 1)
     if X.dtype != torch.float64:
@@ -287,22 +369,10 @@ def linearize(
 def query_rounding(f: SelfAttention, X: Tensor) -> Rounding:
     """How rounding grows in the derivative of each row of X [B, n, d] in its own query, [B n]."""
     with torch.no_grad():
-        _, (condition, worst), blocks = _state(f, X, None, apart=False)
-    n = X.shape[1]
-    condition, worst = (x[..., None].expand(-1, -1, n) for x in (condition, worst))
-    o = f.weight_norms.o
-    growth = 1 + worst
-    sums = (None, None) if blocks is None else (blocks.rows(o), blocks.rows(o, growth))
-    return _over_heads(condition, worst, *sums).each(torch.flatten)
-
-
-def _over_heads(
-    condition: Tensor, worst: Tensor, size: Tensor | None, error: Tensor | None
-) -> Rounding:
-    """All heads [M, H, ...] together, from the sums of size and of (1 + worst) size over them."""
-    if size is None or error is None:
-        return Rounding(condition.amax(dim=1), worst.amax(dim=1), None)
-    return Rounding(condition.amax(dim=1), torch.where(size > 0, error / size - 1, 0.0), size)
+        _, growth, blocks = _state(f, X, None, apart=False)
+    condition, worst = (x[..., None].expand(-1, -1, X.shape[1]) for x in growth)
+    size = None if blocks is None else blocks.queries
+    return over_heads(condition, worst, size, f.weight_norms.o).each(torch.flatten)
 
 
 def _state(
@@ -315,10 +385,8 @@ def _state(
 ) -> tuple[State, tuple[Tensor, Tensor], BlockNorms | None]:
     """Queries, keys, values and output at X, and how rounding grows (infinite after overflow)."""
     norms = f.weight_norms
-    if f.padding is not None:
-        X = (
-            X * space.shard(f.padding, -1)[..., None]
-        )  # the content of padded tokens must not matter
+    if f.padding is not None:  # the content of padded tokens must not matter
+        X = X * space.shard(f.padding, -1)[..., None]
     if f.kernel.sinks is None and f.biases is not None:
         # The value bias shifts all outputs alike, and the Jacobian does not depend on it.
         f = replace(f, biases=(*f.biases[:2], None))
@@ -328,11 +396,10 @@ def _state(
     distance = None
     if isinstance(f.kernel, L2):
         centre = common_centre(k)
-        distance = (q - centre, k - centre, default_scale(f.kernel, q.shape[-1]))
+        distance = (q - centre, k - centre, f.scale)
         q, k = augment(f.kernel, q, k)
     else:
-        scale = default_scale(f.kernel, q.shape[-1])
-        q = q * scale
+        q = q * f.scale
     if f.kernel.sinks is None:
         # The Jacobian depends on keys and values only through differences: removing their common
         # part makes rounding smaller. Not with sinks, which do not shift along.
@@ -361,8 +428,7 @@ def _state(
         distance=distance,
         space=space,
     )
-    summed = _summed(f, space.largest(largest(X[:, None])), norms)
-    condition, worst = _rounding_growth(f, summed, state)
+    summed, condition, worst = _rounding_growth(f, X, norms, state)
     numbers = q.shape[0] * f.heads * -(-k.shape[2] // space.size) * k.shape[2]
     state = state.evaluated(condition, keep=numbers * q.element_size() <= CACHE)
     out = state.o.transpose(-3, -2).flatten(-2).to(v.dtype)
@@ -370,60 +436,57 @@ def _state(
     finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
     lost = space.largest((~finite).double()) > 0
     condition = torch.where(lost[:, None].cpu(), torch.inf, condition)
+    if q.dtype != torch.float64:  # rounding is measured in float64 at the end instead
+        return state, (condition, worst), None
     stretch = 1.0
     if rope is not None:
         stretch = float(space.largest((rope.cos.abs() + rope.sin.abs()).max()))
-    stretch_q = stretch * (1.0 if distance else abs(default_scale(f.kernel, q.shape[-1])))
-    norms = replace(norms, q=stretch_q * norms.q, k=stretch * norms.k)
-    if rope is not None:  # every key is rotated by a different angle: only lengths remain
+        # Every key is rotated by a different angle: only lengths remain.
         one = torch.eye(q.shape[-1], dtype=torch.float64).expand_as(norms.q_gram)
         norms = replace(norms, q_gram=one, k_gram=one)
-    if q.dtype != torch.float64:  # rounding is measured in float64 at the end instead
-        return state, (condition, worst), None
+    stretch_q = stretch * (1.0 if distance else abs(f.scale))
+    norms = replace(norms, q=stretch_q * norms.q, k=stretch * norms.k)
     w = token_weights if token_weights is None or token_weights.ndim == 2 else token_weights[None]
     return state, (condition, worst), block_norms(state, norms, summed, 1 + worst, w)
 
 
-def _summed(f: SelfAttention, x: Tensor, norms: WeightNorms) -> Lengths:
-    """|Q_h| |x| + |b_q|, and likewise for keys and values: what projections sum up, [M, H] each.
+def _rounding_growth(
+    f: SelfAttention, X: Tensor, norms: WeightNorms, state: State
+) -> tuple[Lengths, Tensor, Tensor]:
+    """What projections sum up, and how rounding grows in a score: condition and worst, [M, H] each.
 
-    The rounding error of Q x is a multiple of it, whatever cancels in Q x. x [M, 1] is the length
-    of the longest token.
+    The rounding error of Q x is a multiple of |Q| |x| + |b_q|, whatever cancels in Q x. A score
+    sums terms of size |q| |k| (condition); an error of a query is, times |k|, an error of the score
+    (worst). For a distance s |q - k|^2 the terms are s (|q| + |k|)^2, and the errors of the
+    projections enter times 2 s (|q| + |k|). What an additive mask adds, beyond what a whole row
+    shares, counts as a term of the score.
     """
-    own = (norms.q_all, norms.k_all, norms.v_all)
-    counts = (f.heads, f.groups, f.groups)
+    space = state.space
+    x = space.largest(largest(X[:, None]))  # the length of the longest token, [M, 1]
     parts = []
-    for W, b, count in zip(own, f.biases or (None,) * 3, counts, strict=True):
+    for W, b, count in zip(
+        (norms.q_all, norms.k_all, norms.v_all),
+        f.biases or (None,) * 3,
+        (f.heads, f.groups, f.groups),
+        strict=True,
+    ):
         long = W.new_zeros(1) if b is None else largest(b.reshape(1, count, 1, -1))
         parts.append(W * x + (long if b is None else per_head(long, f.heads)))
     if isinstance(f.kernel, Dot):
-        parts[0] = abs(default_scale(f.kernel, f.Q.shape[0] // f.heads)) * parts[0]
-    return Lengths(*parts)
-
-
-def _rounding_growth(f: SelfAttention, summed: Lengths, state: State) -> tuple[Tensor, Tensor]:
-    """How rounding grows in a score, [M, H]: without (condition) and with the projections (worst).
-
-    A score sums terms of size |q| |k| (condition). An error of |Q| |x| + |b_q| in a query is, times
-    |k|, an error of the score (worst). For a distance s |q - k|^2 the terms are s (|q| + |k|)^2,
-    and the errors of the projections enter times 2 s (|q| + |k|). What an additive mask adds,
-    beyond what a whole row shares, counts as a term of the score.
-    """
+        parts[0] = abs(f.scale) * parts[0]
+    summed = Lengths(*parts)
     q, k, s = state.distance or (state.q, state.k, 1.0)
-    space = state.space
-    softcap = state.pattern.softcap
     long_q, long_k = (per_head(space.largest(largest(x)), f.heads) for x in (q, k))
-    wide_q = summed.q
-    wide_k = summed.k
     if isinstance(f.kernel, L2):
         condition = s * (long_q + long_k).square()
-        worst = condition + 2 * s * (long_q + long_k) * (wide_q + wide_k)
+        worst = condition + 2 * s * (long_q + long_k) * (summed.q + summed.k)
     else:
         condition = long_q * long_k
-        worst = condition + wide_q * long_k + long_q * wide_k
+        worst = condition + summed.q * long_k + long_q * summed.k
+    softcap = state.pattern.softcap
     largest_score = condition if softcap is None else condition.clamp_max(softcap)
     added = space.largest(state.bias_left(largest_score.to(q.device))).cpu()
-    return condition + added, worst + added
+    return summed, condition + added, worst + added
 
 
 def _centre(x: Tensor) -> Tensor:
@@ -433,23 +496,23 @@ def _centre(x: Tensor) -> Tensor:
 
 
 def _operator(
-    state: State, in_shape: tuple[int, int], batch: int | None, rounding: Rounding
+    state: State,
+    in_shape: tuple[int, int],
+    batch: int | None,
+    rounding: Rounding,
+    dtype: torch.dtype,
 ) -> LinearOperator:
     out_size = state.q.shape[1] * state.v.shape[-1] if state.O is None else state.O.shape[0]
     out_shape = (in_shape[0], out_size)
     leading = () if batch is None else (batch,)
-    dtype = state.q.dtype
 
-    def products(s: State) -> tuple[Product, Product]:
-        return (
-            lambda E: s.mv(E.reshape(-1, *in_shape)).reshape(*leading, *out_shape).to(dtype),
-            lambda U: s.rmv(U.reshape(-1, *out_shape)).reshape(*leading, *in_shape).to(dtype),
-        )
+    def take(members: Tensor) -> LinearOperator:
+        own = rounding.each(lambda x: x[members])
+        return _operator(state.take(members), in_shape, len(members), own, dtype)
 
-    mv, rmv = products(state)
     exact = LinearOperator(
-        mv=mv,
-        rmv=rmv,
+        mv=lambda E: state.mv(E.reshape(-1, *in_shape)).reshape(*leading, *out_shape).to(dtype),
+        rmv=lambda U: state.rmv(U.reshape(-1, *out_shape)).reshape(*leading, *in_shape).to(dtype),
         in_shape=in_shape,
         out_shape=out_shape,
         batch=batch,
@@ -457,17 +520,15 @@ def _operator(
         device=state.q.device,
         rounding=rounding if batch is not None else rounding.each(lambda x: x[0]),
         space=state.space,
-        take=None
-        if batch is None
-        else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),
+        take=None if batch is None else take,
     )
-    if dtype != torch.float32 or state.keeps_weights or state.tiles:
+    if state.q.dtype != torch.float32 or state.keeps_weights or state.tiles:
         return exact
     kernels = backend.fused(state.q, state.k, state.v, state.pattern)
     if not (kernels and torch.as_tensor(rounding.condition).max() <= ROUGH_SCORES):
         return exact
-    mv, rmv = products(state.low_precision())
-    return replace(exact, low_precision=replace(exact, mv=mv, rmv=rmv, take=None))
+    low = _operator(state.low_precision(), in_shape, batch, rounding, dtype)
+    return replace(exact, low_precision=replace(low, take=None))
 
 
 def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator:

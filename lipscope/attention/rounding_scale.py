@@ -16,12 +16,12 @@ Heads under an output matrix add up as sum_h ||O_h|| size_h. See docs/theory/sol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipscope.linalg.operator import LOCAL, of_order_one
+from lipscope.linalg.operator import LOCAL, Rounding, of_order_one
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -86,8 +86,7 @@ def frobenius(W: Tensor) -> Tensor:
     return (W.norm(dim=(-2, -1)) * largest[..., 0, 0]).cpu()
 
 
-@dataclass(frozen=True, eq=False)
-class Lengths:
+class Lengths(NamedTuple):
     """Lengths of queries, keys and values, per member and head [M, H], in float64."""
 
     q: Tensor
@@ -95,8 +94,7 @@ class Lengths:
     v: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class BlockNorms:
+class BlockNorms(NamedTuple):
     """Norms of the three blocks of each head: values and keys [M, H], queries [M, H, n].
 
     Where several ranks share the queries, only the largest of their rows is kept, [M, H, 1].
@@ -106,20 +104,17 @@ class BlockNorms:
     queries: Tensor
     keys: Tensor
 
-    def heads(self) -> Tensor:
-        """The sum of the three block norms, [M, H]."""
-        return self.values + self.queries.amax(dim=-1) + self.keys
 
-    def layer(self, o: Tensor | None, growth: Tensor | float = 1.0) -> Tensor:
-        """[M]: all heads times their growth [M, H], concatenated or under O_h of norms o [H]."""
-        return _over_heads(growth * self.heads(), o)
-
-    def rows(self, o: Tensor | None, growth: Tensor | float = 1.0) -> Tensor:
-        """[M, n]: the same for each row as its own query moves."""
-        return _over_heads(growth * self.queries, o)
+def over_heads(condition: Tensor, worst: Tensor, size: Tensor | None, o: Tensor | None) -> Rounding:
+    """The rounding of all heads [M, H, ...], concatenated or under O_h of norms o [H]."""
+    largest = condition.amax(dim=1)
+    if size is None:
+        return Rounding(largest, worst.amax(dim=1))
+    total, error = (_sum_over_heads(x, o) for x in (size, (1 + worst) * size))
+    return Rounding(largest, torch.where(total > 0, error / total - 1, 0.0), total)
 
 
-def _over_heads(x: Tensor, o: Tensor | None) -> Tensor:
+def _sum_over_heads(x: Tensor, o: Tensor | None) -> Tensor:
     if o is None:
         return torch.linalg.vector_norm(x, dim=1)
     total = torch.tensordot(x, o, dims=([1], [0]))
@@ -141,7 +136,7 @@ def block_norms(
     H, space = q.shape[1], s.space  # ranks share the queries; each has all keys and values
     # The longest vectors, and their errors divided by the growth of the weights P_ij.
     top = Lengths(*(per_head(space.largest(largest(x)), H) for x in (q, k, s.v)))
-    total = (top.q + summed.q, top.k + summed.k, top.v + summed.v)
+    total = (x + y for x, y in zip(top, summed, strict=True))
     off = Lengths(*((x / growth).nan_to_num(nan=torch.inf, posinf=torch.inf) for x in total))
     gain = 2 * scale
     # From here on q, k, v have longest vectors of length one, so that squares stay in range; `top`
@@ -166,10 +161,8 @@ def block_norms(
         # First and second moments of values and keys under each row of P, in one product.
         means = P @ moments[..., cols, :].to(P)
         v_mean, k_mean, v_square, k_square = means.split([v.shape[-1], k.shape[-1], 1, 1], dim=-1)
-        v_row = (
-            _deviation(v_square, _lengths_squared(v_mean, None)) * top.v[..., None]
-            + off.v[..., None]
-        )
+        v_row = _deviation(v_square, _lengths_squared(v_mean, None)) * top.v[..., None]
+        v_row = v_row + off.v[..., None]
         k_row = _deviation(k_square, _lengths_squared(k_mean, norms.q_gram)) * top.k[..., None]
         k_row = k_row + off.k[..., None]
         queries[..., rows] = gain * k_row * v_row

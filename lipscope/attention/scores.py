@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -136,11 +136,6 @@ Kernel = Dot | L2
 
 SEEN = 15
 """Number of tokens that the centre of the keys is computed from."""
-
-
-def only_head(kernel: Kernel, head: int) -> Kernel:
-    """The kernel of a single head."""
-    return kernel if kernel.sinks is None else replace(kernel, sinks=kernel.sinks[head : head + 1])
 
 
 def default_scale(kernel: Kernel, size: int) -> float:

@@ -147,39 +147,30 @@ def on_all(check: Callable[[], T], mesh: Any) -> T:
 
 
 def sharded_jacobian(f: SelfAttention | HeadsApart, X: Tensor, mesh: Any) -> LinearOperator:
-    """The Jacobian of f, whose tokens X are spread over the ranks of a mesh.
+    """The Jacobian of a layer or its `heads_apart()`, X being this rank's tokens, `shard(X, mesh)`.
 
-    Args:
-        f: A `SelfAttention`, or its `heads_apart()`; masks, padding and rotary tables are those of
-            all n tokens.
-        X: This rank's tokens, `shard(X, mesh)`.
-        mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
-
-    Returns:
-        The operator; its products, and the vectors of a solve, are those of this rank's tokens.
+    Masks, padding and rotary tables are those of all n tokens. The products of the operator, and
+    the vectors of a solve, are those of this rank's tokens.
 
     Raises:
         UserError: On every rank, if an input of any rank is invalid.
-
-    Example:
-        >>> import lipscope as ls
-        >>> import torch, torch.distributed as dist
-        >>> from lipscope.attention.sharded import sharded_jacobian
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> X = torch.eye(4, dtype=torch.float64)
-        >>> f = ls.SelfAttention(X, X, X)
-        >>> J = sharded_jacobian(f, X, dist.group.WORLD)
-        >>> torch.equal(J.to_dense(), ls.jacobian(f, X).to_dense())
-        True
-        >>> dist.destroy_process_group()
     """
     layer = f.layer if isinstance(f, HeadsApart) else f
-    shards = spread_of(X, mesh, lambda n: _check_layer(layer, X, n))
     kernel = layer.kernel
-    if isinstance(kernel, Dot) and kernel.rope is not None:
-        # Rotary positions are those of the tokens that are here.
-        rope = Rope(*(shards.shard(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
-        layer = replace(layer, kernel=replace(kernel, rope=rope))
+    rope = kernel.rope if isinstance(kernel, Dot) else None
+
+    def check(n: int) -> None:
+        check_tokens(layer, X, n)
+        if rope is not None and len(rope.cos) < n:
+            raise UserError(
+                f"rope tables have shape {tuple(rope.cos.shape)}, which does not cover {n} tokens; "
+                f"use Rope.standard({n}, {rope.cos.shape[1]})"
+            )
+
+    shards = spread_of(X, mesh, check)
+    if isinstance(kernel, Dot) and rope is not None:  # those of the tokens that are here
+        here = Rope(*(shards.shard(x[: shards.n], 0) for x in (rope.cos, rope.sin)))
+        layer = replace(layer, kernel=replace(kernel, rope=here))
     return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, space=shards)
 
 
@@ -203,16 +194,6 @@ def _check_place(X: Any, mesh: Any) -> None:
         raise UserError(
             f"the mesh exchanges tensors of GPUs (nccl) and X is on {X.device}; move X there, or "
             "initialise the process group with gloo"
-        )
-
-
-def _check_layer(f: SelfAttention, X: Tensor, n: int) -> None:
-    check_tokens(f, X, n)
-    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    if rope is not None and len(rope.cos) < n:
-        raise UserError(
-            f"rope tables have shape {tuple(rope.cos.shape)}, which does not cover {n} tokens; "
-            f"use Rope.standard({n}, {rope.cos.shape[1]})"
         )
 
 
@@ -251,17 +232,12 @@ class ShardedState(State):
         return any(part.weights is not None for part in self.parts)
 
     def bias_left(self, largest_score: Tensor) -> Tensor:
-        left = [
-            self._state(part).bias_left(largest_score)
-            for part in _parts(self.pattern, self._shards)
-        ]
-        return torch.stack(left).amax(dim=0)
+        parts = _parts(self.pattern, self._shards)
+        return torch.stack([self._state(p).bias_left(largest_score) for p in parts]).amax(dim=0)
 
     def evaluated(self, condition: Tensor, keep: bool) -> ShardedState:
         parts = _parts(self.pattern, self._shards)
-        states = []
-        for part in parts:
-            states.append(self._state(part).evaluated(condition, keep))
+        states = [self._state(part).evaluated(condition, keep) for part in parts]
         return replace(
             self,
             o=torch.cat([s.o for s in states], dim=-2),
@@ -275,7 +251,8 @@ class ShardedState(State):
     def jvp(self, tangent: Triple) -> Tensor:
         dq, dk, dv = tangent
         if self.space.size > 1:
-            dk, dv = self._shards.gather(torch.cat([dk, dv], dim=-1)).split(_widths(dk, dv), dim=-1)
+            both = self._shards.gather(torch.cat([dk, dv], dim=-1))
+            dk, dv = both.split([dk.shape[-1], dv.shape[-1]], dim=-1)
         pushed = [
             self._state(part).jvp(
                 (dq[..., part.rows, :], dk[..., part.cols, :], dv[..., part.cols, :])
@@ -288,7 +265,7 @@ class ShardedState(State):
         if self.space.size == 1:
             return self._state(self.parts[0]).vjp(g)
         n = self.k.shape[-2]
-        widths = _widths(self.k, self.v)
+        widths = [self.k.shape[-1], self.v.shape[-1]]
         onto_queries = []
         onto_keys = self.k.new_zeros(*self.k.shape[:-2], n, sum(widths))
         for part in self.parts:
@@ -392,38 +369,22 @@ def _pieces(part: Part, g: Tensor) -> list[Part]:
     ]
 
 
-def _widths(k: Tensor, v: Tensor) -> list[int]:
-    return [k.shape[-1], v.shape[-1]]
-
-
 def _moved(cut: slice, by: int) -> slice:
     return slice(cut.start + by, cut.stop + by)
 
 
-class _Gather(torch.autograd.Function):
-    """`TokenShards.gather`, whose derivative is `scatter_sum`, whose derivative is this again."""
+class _Exchange(torch.autograd.Function):
+    """`TokenShards.gather` or its adjoint `scatter_sum`: each is the derivative of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shards: TokenShards, gather: bool) -> Tensor:
         ctx.shards = shards
-        return shards.gather(x)
+        ctx.gather = gather
+        return shards.gather(x) if gather else shards.scatter_sum(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _ScatterSum.apply(g, ctx.shards), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """The adjoint of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
-        ctx.shards = shards
-        return shards.scatter_sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(g, ctx.shards), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _Exchange.apply(g, ctx.shards, not ctx.gather), None, None
 
 
 def attend_on_ranks(
@@ -440,8 +401,8 @@ def attend_on_ranks(
     sinks: Tensor | None,
 ) -> Tensor:
     """`attend` with queries, keys and values of this rank's tokens; a mask is that of all."""
-    both = _Gather.apply(torch.cat([k, v], dim=-1), shards)
-    k, v = both.split(_widths(k, v), dim=-1)
+    both = _Exchange.apply(torch.cat([k, v], dim=-1), shards, True)
+    k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
     outputs = []
     for part in _parts(Pattern(causal=causal, window=window, mask=mask), shards):
         p = part.pattern

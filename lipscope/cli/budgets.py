@@ -124,8 +124,7 @@ def check(
     words: Any = read_texts(text, column, quiet)
     with progress("comparing", quiet=quiet) as report:
         from lipscope.models.loading import load
-        from lipscope.probes.budget.comparing import check_format, check_run
-        from lipscope.probes.budget.recorded import recorded_path
+        from lipscope.probes.budget.comparing import check_format, check_run, recorded_path
         from lipscope.report.budgets import comparison_table
 
         check_format(format)  # before a model is loaded, which may take a while

@@ -57,8 +57,7 @@ ShardOption = Annotated[
 
 def parallel(workers: int, cluster: str | None, shard: str | None) -> dict[str, Any]:
     """Check these options before a model is loaded; return them with the shard as numbers."""
-    from lipscope.study.clusters import check_engine
-    from lipscope.study.sharding import parse_shard
+    from lipscope.study.jobs import check_engine, parse_shard
 
     check_engine(workers, cluster)
     part = None if shard is None else parse_shard(shard)

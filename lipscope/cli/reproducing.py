@@ -47,8 +47,7 @@ def reproduce(
     """
     names = None if only is None else only.split(",")
     with progress("reproducing", quiet=quiet or list_claims) as report:
-        from lipscope.papers.registry import chosen
-        from lipscope.papers.running import reproduce_papers
+        from lipscope.papers.running import chosen, reproduce_papers
 
         listed = chosen(paper, names)
         engine = opt.parallel(workers, cluster, shard)

@@ -120,7 +120,7 @@ def merge(
     quiet: opt.Quiet = False,
 ) -> None:
     """Join parts of one study, as `measure --shard` writes them."""
-    from lipscope.study.merging import merge as join
+    from lipscope.study.study import merge_directories as join
 
     found = join(out, parts)
     if not quiet:
@@ -144,9 +144,9 @@ def sweep(
 ) -> None:
     """Measure models x texts x settings, one study each; rerun to resume."""
     with progress(quiet=quiet) as report:
-        from lipscope.study.clusters import check_engine, open_engine
+        from lipscope.study.engines import open_engine
+        from lipscope.study.jobs import check_engine, parse_shard
         from lipscope.study.run import Progress
-        from lipscope.study.sharding import parse_shard
         from lipscope.study.sweep import Entry, read_sweep
 
         check_engine(workers, cluster)

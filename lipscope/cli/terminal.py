@@ -102,7 +102,7 @@ def read_texts(
             if kind := TABLES.get(Path(source).suffix.lower()):
                 warn(f"{source} is read as prose, {kind} and all; --column NAME reads one column")
     else:
-        from lipscope.study.texts import TextColumn
+        from lipscope.study.reading import TextColumn
 
         found = [TextColumn(Path(source), column) for source in sources]
     # A single text by itself: a study names it after its file, where a list has no name.
@@ -113,7 +113,7 @@ def read_text(source: str) -> str | Path:
     """The path of a file, or the text on stdin with line endings translated as for a file."""
     if source != "-":
         return Path(source)
-    from lipscope.study.texts import Prose
+    from lipscope.study.reading import Prose
 
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")  # without a byte order mark

@@ -67,7 +67,7 @@ def train(
     with progress("training", quiet) as report:
         from lipscope.papers.charlm.files import write_curves
         from lipscope.papers.charlm.training import train_character_model
-        from lipscope.study.texts import Prose, content
+        from lipscope.study.reading import Prose, content
 
         sources = [read_text(source) for source in text]
         directory = out or Path(f"trained-{attention}")

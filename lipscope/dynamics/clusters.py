@@ -80,12 +80,26 @@ class Clusters(Displayed):
 
     @property
     def summary(self) -> str:
-        early = (
-            ""
-            if self.ending is Ending.FINISHED
-            else f"; the flow ended early, at t = {self.reached:.4g}"
-        )
-        return (self._gathered if self.clear else f"no clear clusters: {self._scattered}") + early
+        groups = len(self)
+        tokens = _counted(len(self.labels), "token")
+        if not self.clear:
+            named = _counted(groups, "group")
+            said = f"no clear clusters: {named} of {tokens}, not all narrow at the end"
+            if len(self.counts) == 1:
+                said = f"no clear clusters: the flow has not moved from its {tokens}"
+            elif groups == len(self.labels):
+                said = f"no clear clusters: each of {tokens} is a group of its own"
+        else:
+            said = f"{_counted(groups, 'cluster')} of {tokens}, formed by t = {self.time:.4g}"
+            if groups > 1:
+                said += (
+                    f"; {int(self.extreme.sum())} of {groups} are vertices of their convex hull "
+                    f"(smallest margin {self.margins.min().item():.2g}, "
+                    f"threshold {NOISE * self.width:.2g})"
+                )
+        if self.ending is not Ending.FINISHED:
+            said += f"; the flow ended early, at t = {self.reached:.4g}"
+        return said
 
     @property
     def title(self) -> str:
@@ -95,29 +109,6 @@ class Clusters(Displayed):
             if self.clear
             else f"no clear clusters: {_counted(len(self), 'group')}"
         )
-
-    @property
-    def _gathered(self) -> str:
-        vertices = int(self.extreme.sum())
-        least = self.margins.min().item()
-        found = f"{_counted(len(self), 'cluster')} of {_counted(len(self.labels), 'token')}"
-        formed = f"{found}, formed by t = {self.time:.4g}"
-        if len(self) == 1:
-            return formed
-        return (
-            f"{formed}; {vertices} of {len(self)} are vertices of their convex hull "
-            f"(smallest margin {least:.2g}, threshold {NOISE * self.width:.2g})"
-        )
-
-    @property
-    def _scattered(self) -> str:
-        groups = len(self)
-        tokens = len(self.labels)
-        if len(self.counts) == 1:
-            return f"the flow has not moved from its {_counted(tokens, 'token')}"
-        if groups == tokens:
-            return f"each of {tokens} tokens is a group of its own"
-        return f"{_counted(groups, 'group')} of {tokens} tokens, not all narrow at the end"
 
 
 @entry_point
@@ -153,10 +144,8 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
         )
     x = (found.renormalised if renormalised else found.positions).detach().double().cpu()
     check_tensor("the flow", x)
-    n = x.shape[1]
-    weights = torch.full((n,), 1 / n, dtype=torch.float64)
-    if found.weights is not None:
-        weights = found.weights.detach().double().cpu()
+    equal = torch.full((x.shape[1],), 1 / x.shape[1], dtype=torch.float64)
+    weights = equal if found.weights is None else found.weights.detach().double().cpu()
     # In units of the spread at the start: squares of lengths neither overflow nor vanish.
     middle = weights @ x[0]
     unit = max((x[0] - middle).abs().max().item(), torch.finfo(torch.float64).tiny)
@@ -167,16 +156,17 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     counts = torch.tensor([int(components(frame, width).max()) + 1 for frame in z])
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
     # Relabel by mass, the heaviest first; argsort of a permutation is its inverse.
-    order = masses.argsort(descending=True, stable=True)
-    labels = order.argsort()[labels]
-    masses = masses[order]
-    radii, centres = _radii(z, labels, weights)
+    labels = masses.argsort(descending=True, stable=True).argsort()[labels]
+    radii, centres, masses = _radii(z, labels, weights)
+    # The index after the last time at which a cluster is wide; len(times) means it never narrows.
+    after = (torch.arange(1, len(z) + 1)[:, None] * (radii > width)).amax(dim=0)
+    later = torch.cat([found.times, found.times.new_tensor([math.inf])])
     return Clusters(
         centres=middle + unit * centres[-1],
         masses=masses,
         labels=labels,
         radii=unit * radii[-1],
-        formed=_formed(radii, found.times, width),
+        formed=later[after],
         counts=counts,
         width=unit * width,
         ending=found.ending,
@@ -230,8 +220,8 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return radii [T, K] and centres [T, K, d] of the final clusters at every time."""
+def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return radii [T, K], centres [T, K, d] and masses [K] of the final clusters."""
     T, _, d = z.shape
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
     centres = torch.zeros(T, len(masses), d, dtype=torch.float64).index_add(
@@ -240,14 +230,4 @@ def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     centres = centres / masses[:, None]
     away = (z - centres[:, labels]).norm(dim=2)
     radii = torch.zeros(T, len(masses), dtype=torch.float64)
-    return radii.scatter_reduce(1, labels.expand(T, -1), away, "amax"), centres
-
-
-def _formed(radii: Tensor, times: Tensor, width: float) -> Tensor:
-    """Return the first time after the last one at which a cluster was wider than `width`."""
-    wide = radii > width
-    steps = torch.arange(1, len(times) + 1)[:, None]
-    # The index after the last time at which a cluster is wide; len(times) means it never narrows.
-    after = (steps * wide).amax(dim=0)
-    later = torch.cat([times, times.new_tensor([math.inf])])
-    return later[after]
+    return radii.scatter_reduce(1, labels.expand(T, -1), away, "amax"), centres, masses

@@ -59,13 +59,11 @@ class DepthGrowth(Displayed):
 
     @property
     def summary(self) -> str:
-        bad = [s for s in self.statuses if not s.ok]
-        said = [
+        grown = (
             f"at depth {self.times[-1].item():.4g} a change can grow by a factor of "
             f"{self.sigma[-1].item():.4g}; the product over layers is {self.product[-1].item():.4g}"
-        ]
-        if bad:
-            said = [bad[0].value]
+        )
+        said = [next((s.value for s in self.statuses if not s.ok), grown)]
         if self.overflow is not None:
             said.append(
                 f"derivatives overflow this dtype from depth {self.overflow:.4g} on; "
@@ -176,7 +174,12 @@ def _layer_by_layer(
     operators = []
     for k, x in enumerate(path.positions):
         J = f.jacobian(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
-        both = _residual(J, step)
+        size = J.rounding.size
+        # I + step J.
+        both = J.changed(
+            lambda pair: (lambda E: E + step * pair[0](E), lambda U: U + step * pair[1](U)),
+            size=None if size is None else 1 + step * torch.as_tensor(size),
+        )
         found = [as_single(spectral_norm(j, tol, solver=Solver(seed=0))) for j in (J, both)]
         if not all(math.isfinite(float(e.value)) for e in found):
             break
@@ -186,15 +189,6 @@ def _layer_by_layer(
         if progress:
             progress(k, 2 * path.steps + 1)
     return local, alone, operators
-
-
-def _residual(J: LinearOperator, step: float) -> LinearOperator:
-    """I + step J."""
-    size = J.rounding.size
-    return J.changed(
-        lambda pair: (lambda E: E + step * pair[0](E), lambda U: U + step * pair[1](U)),
-        size=None if size is None else 1 + step * torch.as_tensor(size),
-    )
 
 
 def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> LinearOperator:

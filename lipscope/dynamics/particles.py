@@ -143,9 +143,18 @@ def flow(
     velocity, points, weights = velocity_of(f, X)
     times = instants(time, frames)
     check_tolerance(tol)
-    resolution = _Resolution(f, value_matrix(f) if renormalise else None)
+    V = value_matrix(f)
+    resolution = _Resolution(f, V if renormalise else None)
+
+    def field(t: float, z: Tensor) -> Tensor:
+        """dz/dt = e^{-tV} Gamma(e^{tV} z) - V z."""
+        if not renormalise:
+            return velocity(z)
+        grow, shrink = torch.linalg.matrix_exp(torch.stack([t * V, -t * V]))
+        return velocity(z @ grow.T) @ shrink.T - z @ V.T
+
     path = integrate(
-        _renormalised_field(velocity, value_matrix(f)) if renormalise else lambda _, x: velocity(x),
+        field,
         points,
         times,
         rtol=tol,
@@ -156,7 +165,7 @@ def flow(
     )
     states = path.states
     if renormalise:
-        grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * value_matrix(f))
+        grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * V)
         states = states @ grow.mT
     return Flow(
         f=f,
@@ -316,18 +325,6 @@ def _softmax_rows(
     return (torch.softmax(S, dim=-1, out=P) @ v).view(heads, h, -1)
 
 
-def _renormalised_field(
-    velocity: Callable[[Tensor], Tensor], V: Tensor
-) -> Callable[[float, Tensor], Tensor]:
-    """dz/dt = e^{-tV} Gamma(e^{tV} z) - V z."""
-
-    def field(t: float, z: Tensor) -> Tensor:
-        grow, shrink = torch.linalg.matrix_exp(torch.stack([t * V, -t * V]))
-        return velocity(z @ grow.T) @ shrink.T - z @ V.T
-
-    return field
-
-
 class _Resolution:
     """Records the first time at which the scores exceed what the dtype can resolve."""
 
@@ -347,10 +344,8 @@ class _Resolution:
             self.lost = t
 
 
-def _check_tokens(f: SelfAttention, points: Tensor) -> None:
-    if not isinstance(points, Tensor) or points.ndim != 2:
-        got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
-        raise UserError(f"the flow takes tokens X [n, d] or a DiscreteMeasure, got {got}")
+def check_square(f: SelfAttention) -> int:
+    """Return the size of a token; raise UserError if f maps it to another."""
     d = f.Q.shape[1]
     out = value_matrix(f).shape[0]
     if out != d:
@@ -358,15 +353,28 @@ def _check_tokens(f: SelfAttention, points: Tensor) -> None:
             f"f maps tokens of size {d} to size {out}; a flow needs them equal: "
             f"use a square V, or an O that maps back to size {d}"
         )
+    return d
+
+
+def check_alike(f: SelfAttention, name: str, x: Tensor) -> None:
+    """Raise UserError unless x has the dtype and device of the weights."""
+    if x.dtype != f.Q.dtype or x.device != f.Q.device:
+        raise UserError(
+            f"{name} is {x.dtype} on {x.device} and the weights of f are {f.Q.dtype} on "
+            f"{f.Q.device}; convert one to the other, for instance f.to({name})"
+        )
+
+
+def _check_tokens(f: SelfAttention, points: Tensor) -> None:
+    if not isinstance(points, Tensor) or points.ndim != 2:
+        got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
+        raise UserError(f"the flow takes tokens X [n, d] or a DiscreteMeasure, got {got}")
+    d = check_square(f)
     check_input(points)
     n = points.shape[0]
     if points.shape[1] != d:
         raise UserError(f"the tokens have size {points.shape[1]}, and f takes tokens of size {d}")
-    if points.dtype != f.Q.dtype or points.device != f.Q.device:
-        raise UserError(
-            f"the tokens are {points.dtype} on {points.device} and the weights are {f.Q.dtype} on "
-            f"{f.Q.device}; convert one to the other, for instance f.to(X)"
-        )
+    check_alike(f, "X", points)
     if f.mask is not None and tuple(f.mask.shape) != (n, n):
         raise UserError(
             f"the mask of f must have shape {(n, n)} for {n} tokens, got {tuple(f.mask.shape)}"

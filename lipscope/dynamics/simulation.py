@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import abbreviate, usable_device
-from lipscope._display import Displayed
-from lipscope._notebook_bar import with_bar
+from lipscope._display import Displayed, with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot
@@ -29,8 +27,8 @@ from lipscope.dynamics.particles import Flow, flow
 class Preset:
     """One head with scores x_j' A x_i, A = score I, and V = drive times a rotation by `turn`.
 
-    law, size:   distribution of the initial tokens, a name in LAWS, and its scale
-    look:        what to look for, a name in simulation.LOOKS
+    law, size:   distribution of the initial tokens, "gaussian" or "disc", and its scale
+    look:        what to look for: "clusters", "moments" or "growth"
     renormalise: show z = e^{-tV} x instead of x
     """
 
@@ -106,7 +104,13 @@ def layer_of(preset: Preset, dim: int) -> SelfAttention:
 
 def tokens_of(preset: Preset, n: int, dim: int, seed: int) -> Tensor:
     """n tokens drawn from the law of a preset; a seed gives the same tokens on every device."""
-    return LAWS[preset.law](n, dim, preset.size, torch.Generator().manual_seed(seed))
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n, dim, generator=g, dtype=torch.float64)
+    if preset.law == "gaussian":
+        mean, covariance = gaussian_law(dim, preset.size)
+        return mean + normal @ torch.linalg.cholesky(covariance).T
+    radius = torch.rand(n, 1, generator=g, dtype=torch.float64) ** (1 / dim)
+    return preset.size * radius * normal / normal.norm(dim=1, keepdim=True)
 
 
 def gaussian_law(dim: int, size: float) -> tuple[Tensor, Tensor]:
@@ -114,28 +118,6 @@ def gaussian_law(dim: int, size: float) -> tuple[Tensor, Tensor]:
     mean = torch.zeros(dim, dtype=torch.float64)
     mean[0] = size / 2
     return mean, size**2 * torch.linspace(1, 0.25, dim, dtype=torch.float64).diag()
-
-
-def _disc(n: int, dim: int, size: float, g: torch.Generator) -> Tensor:
-    """Uniform in the ball of radius `size`."""
-    direction = torch.randn(n, dim, generator=g, dtype=torch.float64)
-    radius = torch.rand(n, 1, generator=g, dtype=torch.float64) ** (1 / dim)
-    return size * radius * direction / direction.norm(dim=1, keepdim=True)
-
-
-def _gaussian(n: int, dim: int, size: float, g: torch.Generator) -> Tensor:
-    mean, covariance = gaussian_law(dim, size)
-    return (
-        mean
-        + torch.randn(n, dim, generator=g, dtype=torch.float64)
-        @ torch.linalg.cholesky(covariance).T
-    )
-
-
-LAWS: dict[str, Callable[[int, int, float, torch.Generator], Tensor]] = {
-    "disc": _disc,
-    "gaussian": _gaussian,
-}
 
 
 MOST_TOKENS = 20_000
@@ -260,7 +242,18 @@ def simulate(
     place = usable_device(device)
     f = layer_of(chosen, dim).to(place)
     X = tokens_of(chosen, n, dim, seed).to(place)
-    path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
+    found: Clusters | Moments | DepthGrowth
+    if chosen.look == "growth":
+        found = growth_along_depth(f, X, time, progress=progress)
+        path = found.flow
+    else:
+        shown = chosen.renormalise
+        path = flow(f, X, time, tol=TOLERANCE, renormalise=shown, progress=progress)
+        found = (
+            find_clusters(path, renormalised=shown)
+            if chosen.look == "clusters"
+            else _moments(f, X, chosen.size, time)
+        )
     return Simulation(
         name=preset,
         preset=chosen,
@@ -274,48 +267,12 @@ def simulate(
     )
 
 
-def _flow(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> Flow:
-    return flow(f, X, time, tol=TOLERANCE, renormalise=preset.renormalise, progress=progress)
-
-
-def _look_for_clusters(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> tuple[Flow, Clusters]:
-    path = _flow(preset, f, X, time, progress)
-    return path, find_clusters(path, renormalised=preset.renormalise)
-
-
-def _look_at_moments(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> tuple[Flow, Moments]:
-    law = [x.to(X) for x in gaussian_law(X.shape[1], preset.size)]
+def _moments(f: SelfAttention, X: Tensor, size: float, time: float) -> Moments:
+    mean, covariance = (x.to(X) for x in gaussian_law(X.shape[1], size))
     horizon = min(HORIZON * time, sys.float_info.max)
-    closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, horizon))
-    # Drawn up to BEFORE of the way: at the blow-up itself the covariance is infinite.
-    beyond = (
-        closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
-    )
-    moments = Moments(
-        closed=closed, beyond=beyond, blow_up=far.blow_up, searched=far.times[-1].item()
-    )
-    return _flow(preset, f, X, time, progress), moments
-
-
-def _look_at_growth(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> tuple[Flow, DepthGrowth]:
-    found = growth_along_depth(f, X, time, progress=progress)
-    return found.flow, found
-
-
-Look = Callable[
-    [Preset, SelfAttention, Tensor, float, Progress | None],
-    tuple[Flow, Clusters | Moments | DepthGrowth],
-]
-LOOKS: dict[str, Look] = {
-    "clusters": _look_for_clusters,
-    "moments": _look_at_moments,
-    "growth": _look_at_growth,
-}
+    closed, far = (gaussian_flow(f, mean, covariance, end) for end in (time, horizon))
+    beyond = closed
+    if far.blow_up is not None:
+        # Drawn up to BEFORE of the way: at the blow-up itself the covariance is infinite.
+        beyond = gaussian_flow(f, mean, covariance, BEFORE * far.blow_up)
+    return Moments(closed=closed, beyond=beyond, blow_up=far.blow_up, searched=far.times[-1].item())

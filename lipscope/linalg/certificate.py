@@ -10,8 +10,8 @@ once. Rounding, a source of relative size e in every step of the recurrence, cha
 
 whose left side decreases on (theta_k, infinity). More steps make the first term small, but the
 second, the noise, only larger: where the noise alone is c, there is a floor that no further step
-gets below. `Gap` stops a solve whose bounds are as close as asked, or as close as that floor
-allows. See docs/theory/solver.md."""
+gets below. See docs/theory/solver.md.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +45,15 @@ NOISE = MISSED + (
 )
 
 SEARCHED = 1 - 1e-4
-"""The part of the distance that is aimed at: the bound is searched on a grid, whose last step is
-finer than this.
-"""
+"""Share of the distance that is aimed at: the last step of the search for the bound is finer."""
 
 
 def smallest_overlap(size: int, failure: float) -> float:
     """c with P(|<v, y>| < c) <= failure for v uniform on the unit sphere of R^size, y fixed.
 
-    <v, y>^2 is Beta(1/2, (size-1)/2); its density is below x^{-1/2} / B, and B(1/2, z) >= sqrt(pi /
-    z)."""
+    <v, y>^2 is Beta(1/2, (size-1)/2); its density is below x^{-1/2} / B, and
+    B(1/2, z) >= sqrt(pi / z).
+    """
     if size == 1:
         return 1.0
     if size == 2:
@@ -63,9 +62,7 @@ def smallest_overlap(size: int, failure: float) -> float:
 
 
 def perturbation(noise: Float[Tensor, "B"], drift: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """e from the noise of one product, as seen, and the drift of the recurrence, both relative to
-    theta.
-    """
+    """e from the noise seen in one product and the drift of the recurrence, relative to theta."""
     return 4 * torch.clamp(noise, min=2 * UNIT) + drift
 
 
@@ -111,17 +108,13 @@ def bounded_by(
     overlap: float,
     rounding: Float[Tensor, "B"],
 ) -> tuple[Bool[Tensor, "B"], Bool[Tensor, "B"]]:
-    """Whether the candidate is an upper bound on sigma, and whether it is above the noise floor;
-    without a search.
-    """
+    """Whether the candidate is an upper bound on sigma, and whether it is above the noise floor."""
     decay, noise = _terms(candidate.square()[:, None], _recurrence(a, b, rounding))
     return (decay + noise)[:, 0] <= overlap, noise[:, 0] < overlap
 
 
 class _Recurrence(NamedTuple):
-    """T_k of each member, which of its columns there are, and how far one step may be off, relative
-    to lambda.
-    """
+    """T_k of each member, which of its columns there are, and the relative error of one step."""
 
     alpha: Tensor
     beta: Tensor
@@ -141,27 +134,13 @@ def _recurrence(a: Tensor, b: Tensor, rounding: Tensor) -> _Recurrence:
 
 
 def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
-    """Both terms of the left side at every lambda [B, G], rounded up; infinity where lambda <=
-    theta_k.
-    """
-    log_q, above_q = _log_polynomial(lam, T)
-    row_sum, above_sum = _first_row_sum(lam, T)
-    decay = (1 + T.source) * torch.exp(-log_q)
-    noise = T.source * lam * row_sum
-    above = above_q & above_sum
-    return torch.where(above & ~decay.isnan(), decay, torch.inf), torch.where(
-        above & ~noise.isnan(), noise, torch.inf
-    )
-
-
-def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
-    """log q_k(lambda), rounded down, and whether lambda > theta_k."""
+    """Both terms of the left side at every lambda [B, G], rounded up; infinite below theta_k."""
     k = T.alpha.shape[1]
+    above = torch.ones_like(lam, dtype=torch.bool)  # lambda > theta_k
+    # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i /
+    # beta_i, whose logarithm is rounded down
     log_q = torch.zeros_like(lam)
     margin = torch.zeros_like(lam)
-    above = torch.ones_like(lam, dtype=torch.bool)
-    # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i /
-    # beta_i
     s = torch.ones_like(lam)
     for i in range(k):
         here = T.taken[:, i, None]
@@ -172,28 +151,22 @@ def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
         log_beta = T.beta[:, i, None].log()
         log_q += torch.where(here, log_s - log_beta, 0.0)
         margin += torch.where(here, log_s.abs() + log_beta.abs().nan_to_num(posinf=0.0), 0.0)
-    return log_q - ((k + 4) * UNIT * margin + 4 * k * UNIT), above
-
-
-def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
-    """sum_m [(lambda - T_k)^{-1}]_{1m}, eliminating upwards: all quantities positive; and whether
-    lambda > theta_k.
-    """
-    k = T.alpha.shape[1]
+    log_q = log_q - ((k + 4) * UNIT * margin + 4 * k * UNIT)
+    # sum_m [(lambda - T_k)^{-1}]_{1m} = r / t, eliminating upwards: all quantities are positive
     t = torch.ones_like(lam)
     r = torch.zeros_like(lam)
-    above = torch.ones_like(lam, dtype=torch.bool)
     for i in reversed(range(k)):
         here = T.taken[:, i, None]
         inner = T.taken[:, i + 1, None] if i + 1 < k else torch.zeros_like(here)
-        t_next = (
-            lam - T.alpha[:, i, None] - torch.where(inner, T.beta[:, i, None].square() / t, 0.0)
-        )
+        couple = torch.where(inner, T.beta[:, i, None].square() / t, 0.0)
         r_next = 1 + torch.where(inner, T.beta[:, i, None] * r / t, 0.0)
-        t = torch.where(here, t_next, t)
+        t = torch.where(here, lam - T.alpha[:, i, None] - couple, t)
         r = torch.where(here, r_next, r)
         above &= (t > 0) | ~here
-    return r / t, above
+    decay = (1 + T.source) * torch.exp(-log_q)
+    noise = T.source * lam * (r / t)
+    decay, noise = (torch.where(above & ~x.isnan(), x, torch.inf) for x in (decay, noise))
+    return decay, noise
 
 
 def check_gap(gap: object) -> None:
@@ -212,55 +185,7 @@ def check_gap(gap: object) -> None:
         )
 
 
-class Gap:
-    """Upper / lower <= ratio, asked of every member of a batch.
-
-    Rounding in the products sets a floor that no further step gets the upper bound below (see
-    certificate.py). Where the ratio lies under it, twice the distance of the floor is good enough:
-    more steps would be taken for nothing."""
-
-    def __init__(self, ratio: float, overlap: float):
-        self.ratio = ratio
-        self.overlap = overlap
-
-    def settled(
-        self,
-        theta: Float[Tensor, "b"],
-        a: Float[Tensor, "b k"],
-        b: Float[Tensor, "b k"],
-        source: Float[Tensor, "b"],
-        rounding: Float[Tensor, "b"],
-    ) -> tuple[Bool[Tensor, "b"], Bool[Tensor, "b"]]:
-        """Which members need no further steps, if their products are as noisy as `source` says;
-        and whether the ratio is above the noise floor.
-
-        rounding: by how much, relative to the norm, both bounds will be widened at the end.
-        """
-
-        def reaches(distance: Tensor) -> tuple[Tensor, Tensor]:
-            return bounded_by(theta * (1 + SEARCHED * distance), a, b, self.overlap, source)
-
-        reached, possible = reaches(self.ratio / widening(rounding) - 1)
-        if not possible.all():
-            floor = polynomial_bound(a, b, self.overlap, source, decaying=False)
-            near, _ = reaches(2 * (floor / theta - 1))
-            reached |= ~possible & (near | floor.isinf())
-        return reached, possible
-
-
 def widening(rounding: Tensor) -> Tensor:
-    """By how much rounding of the map parts upper and lower, as a factor; beyond 1/2 there is no
-    upper bound.
-    """
+    """The factor by which rounding of the map parts upper and lower; no bound beyond 1/2."""
     r = rounding.nan_to_num(nan=0.5).clamp(max=0.5)
     return (1 + r) / (1 - r)
-
-
-def why_missed(room: float, kept: int, steps: int, max_steps: int) -> str:
-    """Why a certificate is wider than asked: `room` is the ratio that rounding of the map left to
-    the solver, `kept` the number of steps from which the upper bound could be drawn."""
-    if room <= 1:
-        return SCORES
-    if kept < steps:
-        return MEMORY
-    return STEPS if steps >= max_steps else NOISE

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from lipscope._ambient import (
     callers_device,
@@ -21,13 +24,20 @@ from lipscope._files import on_one_line
 from lipscope._torch_internals import is_dropout
 from lipscope._types import UserError
 from lipscope.linalg.operator import LOCAL, LinearOperator, Pair, Product, Rounding, Space, steady
-from lipscope.linalg.roots import uses_distances, with_distances
 from lipscope.linalg.rounding_noise import RoundingNoise, UnseenRoundingError
 
 Map = Callable[[Tensor], Tensor]
 
 MIXED = 1e-9
 """Share of its own change that a member of a batch may leave in others: nothing but rounding."""
+
+ROOTS = {"sqrt", "rsqrt", "pow", "norm", "linalgvectornorm", "euclideandist", "cdist", "pdist"}
+"""Operations whose slope is infinite at zero, by their names in a graph."""
+
+SMOOTH = (
+    "use squared distances in their place, ||q||^2 + ||k||^2 - 2 <q, k>, or add a small number "
+    "under the root"
+)
 
 
 @entry_point
@@ -60,7 +70,7 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     if hasattr(f, "jacobian"):
         return f.jacobian(X)
     f = ordinary_module(f) if isinstance(f, nn.Module) else f
-    return steady(_autograd_jacobian(f, X))
+    return steady(jacobian_on(f, X))
 
 
 def check_input(X: Tensor) -> None:
@@ -135,17 +145,13 @@ def device_of(f: Map, *others: Tensor) -> torch.device:
     return next((x.device for x in (*own, *others)), torch.device("cpu"))
 
 
-def jacobian_on(f: Map, X: Tensor, space: Space) -> LinearOperator:
-    """The derivative by autograd of a map whose tokens are spread over ranks, X being this one's.
+def jacobian_on(f: Map, X: Tensor, space: Space = LOCAL) -> LinearOperator:
+    """The derivative of a map by autograd; with several ranks, X is this one's tokens.
 
-    f must gather what it needs of other tokens by functions that autograd knows.
+    f must then gather what it needs of other tokens by functions that autograd knows.
     """
-    return _autograd_jacobian(f, X, space)
-
-
-def _autograd_jacobian(f: Map, X: Tensor, space: Space = LOCAL) -> LinearOperator:
     x, y, mv, rmv = _products(f, X)
-    if uses_distances(y):
+    if any(node.name().startswith(("Cdist", "EuclideanDist")) for node in _nodes(y)):
         f = with_distances(f)
         x, y, mv, rmv = _products(f, X)
     _check_adjoint(mv, rmv, x, y, space)
@@ -254,9 +260,7 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, create_graph: bool = False) -> Te
 
 
 def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, space: Space) -> None:
-    """<u, J v> = <J' u, v>, or f's own backward cannot be differentiated: then J v is not what it
-    seems.
-    """
+    """<u, J v> = <J' u, v>, unless f's own backward pass cannot be differentiated."""
     g = torch.Generator().manual_seed(0)
     v, u = (torch.randn(z.shape, generator=g, dtype=torch.float32).to(z) for z in (x, y))
     Jv = mv(v)
@@ -266,14 +270,9 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, space: Space
     long_u, long_Jv, long_Ju, long_v = space.norm(lengths)
     size = long_u * long_Jv + long_Ju * long_v
     # A derivative that vanishes up to rounding has nothing to compare.
-    noise = (
-        1e4
-        * torch.finfo(x.dtype).eps
-        * long_u
-        * long_v
-        * space.largest(y.abs().max())
-        / space.largest(x.abs().max())
-    )
+    eps = torch.finfo(x.dtype).eps
+    gain = space.largest(y.abs().max())
+    noise = 1e4 * eps * long_u * long_v * gain / space.largest(x.abs().max())
     if (left - right).abs() > 0.02 * size + noise.nan_to_num(nan=torch.inf):
         raise UserError(
             "f has a backward pass that autograd cannot differentiate (a custom "
@@ -288,6 +287,10 @@ def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor
     cotangents: any two members differ in some bit. Vectors are scaled so that every member changes
     by about one, or a loud one would hide what the others exchange.
     """
+    remedy = "; call .eval() on it (BatchNorm?)" if isinstance(f, nn.Module) else ""
+    modules = f.modules() if isinstance(f, nn.Module) else ()
+    if any(getattr(module, "batch_first", True) is False for module in modules):
+        remedy = "; build the module with batch_first=True"
     members = len(x)
     g = torch.Generator().manual_seed(0)
     index = torch.arange(members)
@@ -307,16 +310,8 @@ def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor
                 raise UserError(
                     f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of "
                     "some of them changes the output of others, so no member has a constant of "
-                    f"its own{_why_mixed(f)}, or pass one sequence [n, d] at a time"
+                    f"its own{remedy}, or pass one sequence [n, d] at a time"
                 )
-
-
-def _why_mixed(f: Map) -> str:
-    if not isinstance(f, torch.nn.Module):
-        return ""
-    if any(getattr(m, "batch_first", True) is False for m in f.modules()):
-        return "; build the module with batch_first=True"
-    return "; call .eval() on it (BatchNorm?)"
 
 
 def _called(f: Map, x: Tensor) -> object:
@@ -331,21 +326,19 @@ def _called(f: Map, x: Tensor) -> object:
             "lambda X: f(X, context)"
         ) from error
     except (LookupError, RuntimeError, ValueError, AssertionError) as error:
-        if isinstance(error, UserError) or x.ndim != 2 or not _accepts(f, x[None]):
+        if isinstance(error, UserError) or x.ndim != 2:
+            raise
+        try:
+            takes_batches = isinstance(f(x[None]), Tensor)
+        except Exception:  # whatever f raises
+            takes_batches = False
+        if not takes_batches:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         raise UserError(
             f"f fails on X of shape {tuple(x.shape)} ({reason}), but takes batches: pass X[None] "
             "of shape [1, n, d]"
         ) from error
-
-
-def _accepts(f: Map, x: Tensor) -> bool:
-    """Whether f maps x to a tensor."""
-    try:
-        return isinstance(f(x), Tensor)
-    except Exception:  # whatever f raises
-        return False
 
 
 def _check_output(y: object, again: object, X: Tensor) -> None:
@@ -368,3 +361,104 @@ def _check_output(y: object, again: object, X: Tensor) -> None:
             "f is random: two evaluations at the same X differ; call .eval() on its modules, "
             "or fix its seed"
         )
+
+
+class _Distance(torch.autograd.Function):
+    """torch.cdist for p = 2, with derivatives of every order; 0 at distance 0, as PyTorch has it.
+
+    PyTorch's own is not differentiable twice for few points, and NaN at distance 0 for many.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, mode: str) -> Tensor:
+        distance = torch.cdist(x, z, compute_mode=mode)
+        ctx.save_for_backward(x, z, distance)
+        return distance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (g,) = gradients
+        x, z, distance = ctx.saved_tensors
+        apart = distance > 0
+        w = torch.where(apart, g / torch.where(apart, distance, 1), 0)
+        left = x * w.sum(dim=-1, keepdim=True) - w @ z
+        right = z * w.sum(dim=-2).unsqueeze(-1) - w.mT @ x
+        return left.sum_to_size(x.shape), right.sum_to_size(z.shape), None
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """Replaces torch.cdist for p = 2 by a function that can be differentiated twice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.cdist:
+            return func(*args, **(kwargs or {}))
+
+        def distance(
+            x1: Tensor,
+            x2: Tensor,
+            p: float = 2.0,
+            compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+        ) -> Tensor:
+            if p != 2:
+                return torch.cdist(x1, x2, p, compute_mode)
+            return _Distance.apply(x1, x2, compute_mode)
+
+        return distance(*args, **(kwargs or {}))
+
+
+def with_distances(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same map, with a torch.cdist that can be differentiated twice."""
+
+    def same(X: Tensor) -> Tensor:
+        with TwiceDifferentiable():
+            return f(X)
+
+    return same
+
+
+def not_finite_in(f: Callable[[Tensor], Tensor], X: Tensor) -> str:
+    """Name the operation whose derivative is the first that is not finite, and a remedy.
+
+    Empty if there is none in a backward pass.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = X.detach().clone().requires_grad_(True)
+        y = f(x.clone())
+        if not y.isfinite().all():
+            return "f(X) itself is not finite"
+        found: list[str] = []
+
+        def watch(node: Node) -> Any:
+            def look(gradients: Any, given: Any) -> None:
+                if not found and _finite(given) and not _finite(gradients):
+                    found.append(node.name())
+
+            return node.register_hook(look)
+
+        handles = [watch(node) for node in _nodes(y)]
+        try:
+            torch.autograd.grad(y, x, torch.ones_like(y), allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+    if not found:
+        return ""
+    name = found[0].split("Backward")[0].lower()
+    remedy = f"; its slope is infinite at 0: {SMOOTH}" if name in ROOTS else ""
+    return f"the derivative of {name} is not finite at this input{remedy}"
+
+
+def _finite(tensors: Any) -> bool:
+    return all(x is None or bool(x.isfinite().all()) for x in tensors)
+
+
+def _nodes(y: Tensor) -> Iterator[Node]:
+    """The nodes of the graph of y."""
+    seen = set[Node]()
+    waiting = [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]

@@ -23,6 +23,9 @@ BLOCK = 256 << 20
 HALF_UNIT = 2.0**-9
 """Relative rounding of a number kept in bfloat16."""
 
+FIRST_ROOM = 16
+"""Basis vectors allocated at first; doubled when full."""
+
 EVERY = slice(None)
 
 
@@ -33,94 +36,56 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class Native:
-    """All vectors in one tensor [room, B, N]: vector k of all members is contiguous, as the
-    products want it.
+class Basis:
+    """Krylov vectors, kept in blocks [room, B, N] that come to the operator one after the other.
+
+    "native" keeps them in a single block, whose room is doubled when it is full. In bfloat16 the
+    first vector keeps all its digits: a search started from a good guess changes that guess little,
+    and only the change is rounded.
     """
 
-    def __init__(self, room: int, like: Float[Tensor, "B N"], space: Space = LOCAL):
-        self.vectors = like.new_empty(room, *like.shape)
-        self.space = space
-
-    def __getitem__(self, k: int | slice) -> Tensor:
-        return self.vectors[k]
-
-    def put(self, k: int, x: Float[Tensor, "B N"]) -> Tensor:
-        """Keep x as vector k; what is returned is x, in the precision it came in."""
-        self.vectors[k] = x
-        return self.vectors[k]
-
-    def reserve(self, room: int) -> None:
-        more = room - len(self.vectors)
-        if more > 0:
-            self.vectors = torch.cat(
-                [self.vectors, self.vectors.new_empty(more, *self.vectors.shape[1:])]
-            )
-
-    def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
-        """w less its part in the span of the first k vectors, and the coefficients [B, k] of that
-        part.
-        """
-        return _project_out(w, self.vectors[:k], self.space)
-
-    def combine(
-        self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
-    ) -> Float[Tensor, "j B N"]:
-        """Linear combinations of the first k vectors, for some of the members."""
-        return _combine(coefficients, self.vectors[: coefficients.shape[-1], members])
-
-    def keep(self, members: Tensor) -> None:
-        self.vectors = self.vectors[:, members]
-
-
-class Blocks:
-    """Vectors in blocks that are brought to the operator one after the other.
-
-    In bfloat16 the first vector keeps all its digits: a search started from a good guess changes
-    that guess little, and only the change is rounded."""
-
-    def __init__(self, like: Float[Tensor, "B N"], rounded: bool, space: Space = LOCAL):
+    def __init__(self, like: Float[Tensor, "B N"], storage: str, most: int, space: Space = LOCAL):
         self.shape = like.shape
         self.dtype = like.dtype
         self.device = like.device
-        self.rounded = rounded
-        # The same on all ranks: they reduce their inner products block by block.
-        self.height = space.smallest(max(1, BLOCK // (like.numel() * like.element_size())))
+        self.storage = storage
+        self.most = most
         self.space = space
         self.blocks: list[Tensor] = []
+        self.height = max(1, BLOCK // (like.numel() * like.element_size()))
+        if storage != "native":  # the same on all ranks, which reduce products block by block
+            self.height = space.smallest(self.height)
 
     def put(self, k: int, x: Float[Tensor, "B N"]) -> Tensor:
-        """Keep x as vector k; what is returned is x itself."""
+        """Keep x as vector k, at most the next one; return it in the precision it came in."""
+        size = sum(map(len, self.blocks))
+        if k == size:
+            exact = self.storage != "bfloat16" or not size
+            more = self.height if self.storage == "host" or size else 1
+            if self.storage == "native":
+                more = min(max(FIRST_ROOM, size), self.most - size)
+            elsewhere = self.storage == "host"
+            block = torch.empty(
+                more,
+                *self.shape,
+                dtype=self.dtype if exact else torch.bfloat16,
+                device="cpu" if elsewhere else self.device,
+                pin_memory=elsewhere and self.device.type == "cuda",
+            )
+            if self.storage == "native" and size:
+                self.blocks = [torch.cat([*self.blocks, block])]
+            else:
+                self.blocks.append(block)
         for block in self.blocks:
             if k < len(block):
                 block[k].copy_(x, non_blocking=True)
-                return x
+                return block[k] if self.storage == "native" else x
             k -= len(block)
-        self.blocks.append(self._new_block())
-        return self.put(len(self) - len(self.blocks[-1]) + k, x)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.blocks))
-
-    def _new_block(self) -> Tensor:
-        if self.rounded:
-            exact = not self.blocks
-            kind = self.dtype if exact else torch.bfloat16
-            return torch.empty(
-                1 if exact else self.height, *self.shape, dtype=kind, device=self.device
-            )
-        return torch.empty(
-            self.height, *self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda"
-        )
-
-    def reserve(self, room: int) -> None:
-        """Blocks are made when they are needed."""
+        raise AssertionError("vectors are kept one after the other")
 
     def _brought(self, k: int, members: slice = EVERY) -> Iterator[tuple[slice, Tensor]]:
-        """The first k vectors block by block, the last ones first, brought to where the operator
-        lives.
-        """
-        start = len(self)
+        """The first k vectors block by block, the last ones first, where the operator lives."""
+        start = sum(map(len, self.blocks))
         for block in reversed(self.blocks):
             start -= len(block)
             rows = block[: max(0, k - start), members]
@@ -131,19 +96,25 @@ class Blocks:
                 )
 
     def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
-        """As in `Native`, block by block; the exact vector comes last: rounded ones would bring
-        some of it back.
+        """w less its part in the span of the first k vectors, and the coefficients [B, k] of it.
+
+        The exact vector comes last: rounded ones would bring some of it back.
         """
         coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
         for cut, rows in self._brought(k):
-            w, coefficients[:, cut] = _project_out(w, rows, self.space)
+            # As row vectors: the column form is an order of magnitude slower on a CPU.
+            Q = rows.transpose(0, 1)
+            c = self.space.sum(torch.bmm(w[:, None], Q.mT))
+            w = torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0]
+            coefficients[:, cut] = c[:, 0]
         return w, coefficients
 
     def combine(
         self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
     ) -> Float[Tensor, "j B N"]:
+        """Linear combinations of the first k vectors, for some of the members."""
         parts = (
-            _combine(coefficients[..., cut], rows)
+            torch.bmm(coefficients[..., cut].to(rows), rows.transpose(0, 1)).transpose(0, 1)
             for cut, rows in self._brought(coefficients.shape[-1], members)
         )
         total = next(parts)
@@ -152,36 +123,14 @@ class Blocks:
         return total
 
     def keep(self, members: Tensor) -> None:
+        """Keep the vectors of these members only."""
         self.shape = torch.Size((len(members), *self.shape[1:]))
-        self.blocks = [self._pinned(block[:, members.to(block.device)]) for block in self.blocks]
-
-    def _pinned(self, block: Tensor) -> Tensor:
-        return block.pin_memory() if block.device != self.device else block
-
-
-def _project_out(
-    w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"], space: Space
-) -> tuple[Tensor, Tensor]:
-    # As row vectors: the column form of the same products is an order of magnitude slower on a CPU.
-    Q = basis.transpose(0, 1)
-    c = space.sum(torch.bmm(w[:, None], Q.mT))
-    return torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0], c[:, 0]
-
-
-def _combine(
-    coefficients: Float[Tensor, "B j k"], basis: Float[Tensor, "k B N"]
-) -> Float[Tensor, "j B N"]:
-    return torch.bmm(coefficients.to(basis), basis.transpose(0, 1)).transpose(0, 1)
-
-
-FIRST_ROOM = 16
-"""Basis vectors allocated at first; doubled when full."""
+        kept = [block[:, members.to(block.device)] for block in self.blocks]
+        self.blocks = [x if x.device == self.device else x.pin_memory() for x in kept]
 
 
 def norms(x: Float[Tensor, "B N"], space: Space = LOCAL) -> Float[Tensor, "B"]:
-    """Norms of the members, summed in float64: a float32 sum of a long vector is off by more than
-    it should be.
-    """
+    """Norms of the members, summed in float64: float32 sums of long vectors are too inaccurate."""
     return space.norm(torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)).cpu()
 
 
@@ -198,24 +147,30 @@ class GolubKahan:
     digits."""
 
     def __init__(
-        self, J: LinearOperator, start: Float[Tensor, "B N"], capacity: int, storage: str = "native"
+        self,
+        J: LinearOperator,
+        start: Float[Tensor, "B N"],
+        storage: str = "native",
+        memory: int | None = None,
     ):
+        if memory is None:
+            memory = 2 << 30
+            if storage == "host":
+                memory = memory_of(torch.device("cpu")) // 2
+            elif J.device.type == "cuda":
+                memory = torch.cuda.mem_get_info(J.device)[0] // 2
+        number = 2 if storage == "bfloat16" else start.element_size()
+        capacity = memory // (len(start) * (J.in_size + J.out_size) * number)
         self.J = J
         self.members = start.shape[0]
         self.space = J.space
         most = 1 + min(J.domain_size, J.range_size)
         self.capacity = max(4, min(J.space.smallest(capacity), most))
         self.k = 0
-        room = min(self.capacity, FIRST_ROOM)
         image = start.new_empty(1).expand(self.members, J.out_size)
-        self.V: Native | Blocks
-        self.U: Native | Blocks
-        if storage == "native":
-            self.V = Native(room + 1, start, J.space)
-            self.U = Native(room, image, J.space)
-        else:
-            self.V = Blocks(start, storage == "bfloat16", J.space)
-            self.U = Blocks(image, storage == "bfloat16", J.space)
+        self.V = Basis(start, storage, self.capacity + 1, J.space)
+        self.U = Basis(image, storage, self.capacity, J.space)
+        room = min(self.capacity, FIRST_ROOM)
         self.H = torch.zeros(self.members, room, room, dtype=torch.float64)
         self.b = torch.zeros(self.members, dtype=torch.float64)
         self.scale = torch.ones(self.members, dtype=torch.float64)
@@ -230,8 +185,10 @@ class GolubKahan:
         """Extend both bases by one vector: one product with J, one with J'."""
         if self.k == self.capacity:
             self._restart()
-        if self.k == self.H.shape[-1]:
-            self._grow()
+        room = self.H.shape[-1]
+        if self.k == room:
+            more = min(room, self.capacity - room)
+            self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
         k = self.k
         J = self.J
         w = J.product(J.mv, self.v, J.in_shape, self.scale)
@@ -282,14 +239,18 @@ class GolubKahan:
         nan = torch.where(finite, torch.zeros_like(theta), torch.nan)
         return theta + nan, p + nan[:, None], q + nan[:, None]
 
-    def pulled_back(self, p: Tensor, members: slice = EVERY) -> Tensor:
-        """J' U' p as the recurrence has it, V' H' p + b p_k v_{k+1}, for some of the members."""
-        H = self.H[members, : self.k, : self.k]
-        inside = self.V.combine((H.mT @ p[:, :, None]).mT, members)[0]
-        return inside + (self.b[members] * p[:, -1]).to(inside)[:, None] * self.v[members]
+    def vectors(self, i: int, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """V' q, U' p and J' U' p = V' H' p + b p_k v_{k+1} of member i, by the recurrence."""
+        own = slice(i, i + 1)
+        right = self.V.combine(q[None, None], own)[0, 0]
+        left = self.U.combine(p[None, None], own)[0, 0]
+        H = self.H[own, : self.k, : self.k]
+        inside = self.V.combine((H.mT @ p[None, :, None]).mT, own)[0]
+        back = inside + (self.b[own] * p[None, -1]).to(inside)[:, None] * self.v[own]
+        return right, left, back[0]
 
     def keep(self, members: Tensor) -> None:
-        """Go on with these members only."""
+        """Continue with these members only."""
         assert self.J.take is not None
         self.J = self.J.take(members)
         self.members = len(members)
@@ -304,9 +265,7 @@ class GolubKahan:
         self.coefficients = [(a[members], b[members]) for a, b in self.coefficients]
 
     def _normalize(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is
-        invariant.
-        """
+        """Norm and unit vector; rounding noise counts as zero: the Krylov space is invariant."""
         norm = norms(w, self.space)
         floor = (
             8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2))
@@ -318,33 +277,20 @@ class GolubKahan:
         return norm, w * inverse.to(w)[:, None]
 
     def _orthogonalize(
-        self, w: Float[Tensor, "B N"], basis: Native | Blocks, k: int, last: Tensor, known: Tensor
+        self, w: Float[Tensor, "B N"], basis: Basis, k: int, last: Tensor, known: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """w less its part in the span of the first k vectors, and the coefficients beyond the
-        recurrence's `known` one.
-
-        The known term, along the last vector, goes first: one pass over the basis then suffices.
-        After a restart nothing is known: two passes."""
+        """w less its part along the first k vectors, and its coefficients beyond `known`."""
         coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
         if not k:
             return w, coefficients.double().cpu()
+        # With the known term along the last vector gone, one pass over the basis suffices. After a
+        # restart nothing is known: two passes.
         if not self.restarted:
             w = w - known.to(w)[:, None] * last
         for _ in range(2 if self.restarted else 1):
             w, c = basis.without(w, k)
             coefficients += c
         return w, coefficients.double().cpu()
-
-    def _grow(self) -> None:
-        room = self.H.shape[-1]
-        more = min(room, self.capacity - room)
-        self.V.reserve(room + more + 1)
-        self.U.reserve(room + more)
-        self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
-        if isinstance(self.V, Native) and isinstance(self.U, Native):
-            # The current vectors are views, which would hold on to the old bases.
-            self.v = self.V[self.k]
-            self.u = self.U[self.k - 1]
 
     def _restart(self) -> None:
         """Keep the leading third of the Ritz vectors and v_{k+1}.

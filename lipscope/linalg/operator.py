@@ -176,13 +176,16 @@ class LinearOperator:
     @property
     def resolution(self) -> Tensor:
         """Accuracy of one product relative to `size`, 8 eps (1 + condition), per member."""
-        return 8 * self._amplified(self.rounding.condition)
+        growth = 1 + torch.as_tensor(self.rounding.condition, dtype=torch.float64, device="cpu")
+        return 8 * (torch.finfo(self.dtype).eps * growth).expand(self.leading)
 
     @property
     def stated_rounding(self) -> Tensor:
         """Stated rounding of a norm computed with these products, relative to `size`."""
         stated = self.rounding
-        return 32 * self._amplified(stated.condition if stated.worst is None else stated.worst)
+        worst = stated.condition if stated.worst is None else stated.worst
+        growth = 1 + torch.as_tensor(worst, dtype=torch.float64, device="cpu")
+        return 32 * (torch.finfo(self.dtype).eps * growth).expand(self.leading)
 
     @property
     def is_compared(self) -> bool:
@@ -215,10 +218,6 @@ class LinearOperator:
         known &= (size == 0) | (size >= info.tiny / info.eps)
         return torch.where(known, rounding * size, torch.inf)
 
-    def _amplified(self, factor: Tensor | float) -> Tensor:
-        growth = 1 + torch.as_tensor(factor, dtype=torch.float64, device="cpu")
-        return (torch.finfo(self.dtype).eps * growth).expand(self.leading)
-
     def changed(self, change: Callable[[Pair], Pair], **stated: Any) -> LinearOperator:
         """An operator with changed products, and perturbed products changed in the same way.
 
@@ -232,15 +231,8 @@ class LinearOperator:
             perturbed=None if perturbed is None else lambda i: change(perturbed(i)),
             **{"compared": None, **stated},
         )
-        return replace(
-            self,
-            mv=mv,
-            rmv=rmv,
-            rounding=rounding,
-            take=None,
-            compressed=None,
-            low_precision=None,
-        )
+        lost: dict[str, Any] = {"take": None, "compressed": None, "low_precision": None}
+        return replace(self, mv=mv, rmv=rmv, rounding=rounding, **lost)
 
     @property
     def T(self) -> LinearOperator:
@@ -262,11 +254,10 @@ class LinearOperator:
                 f"cannot compose: the outer operator reads {self.leading + self.in_shape}, "
                 f"the inner one gives {other.leading + other.out_shape}"
             )
-        one = _size(self)
-        other_size = _size(other)
+        sizes = [_size(self), _size(other)]
         # 0 only where one of the two is, not where the product underflows.
-        least = torch.finfo(torch.float64).tiny
-        size = torch.where((one > 0) & (other_size > 0), (one * other_size).clamp_min(least), 0.0)
+        least = (sizes[0] * sizes[1]).clamp_min(torch.finfo(torch.float64).tiny)
+        size = torch.where((sizes[0] > 0) & (sizes[1] > 0), least, 0.0)
         return self._joined(
             other,
             lambda outer, inner: (
@@ -282,11 +273,8 @@ class LinearOperator:
         """The sum of two operators with the same shapes."""
         if not isinstance(other, LinearOperator):
             return NotImplemented
-        if (self.in_shape, self.out_shape, self.batch) != (
-            other.in_shape,
-            other.out_shape,
-            other.batch,
-        ):
+        shapes = [(J.in_shape, J.out_shape, J.batch) for J in (self, other)]
+        if shapes[0] != shapes[1]:
             raise UserError(
                 f"cannot add: one operator maps {self.leading + self.in_shape} to "
                 f"{self.leading + self.out_shape}, the other {other.leading + other.in_shape} to "
@@ -313,17 +301,17 @@ class LinearOperator:
         mv, rmv = join((self.mv, self.rmv), (other.mv, other.rmv))
         parts = (self, other)
 
+        measured = any(J.rounding.perturbed is not None for J in parts)
+
         def perturbed(i: int) -> Pair:
-            one, two = (
-                (J.mv, J.rmv) if J.rounding.perturbed is None else J.rounding.perturbed(i)
-                for J in parts
+            moved = (J.rounding.perturbed for J in parts)
+            return join(
+                *((J.mv, J.rmv) if p is None else p(i) for J, p in zip(parts, moved, strict=True))
             )
-            return join(one, two)
 
         def both(numbers: Iterable[Tensor | float]) -> Tensor:
             return combine(*(torch.as_tensor(x, dtype=torch.float64) for x in numbers))
 
-        measured = any(J.rounding.perturbed is not None for J in parts)
         return LinearOperator(
             mv=mv,
             rmv=rmv,
@@ -374,9 +362,8 @@ class LinearOperator:
         for j in range(self.in_size):
             E = torch.zeros(*self.leading, self.in_size, dtype=self.dtype, device=self.device)
             E[..., j] = 1
-            columns.append(
-                self.mv(E.reshape(*self.leading, *self.in_shape)).reshape(*self.leading, -1)
-            )
+            column = self.mv(E.reshape(*self.leading, *self.in_shape))
+            columns.append(column.reshape(*self.leading, -1))
         return torch.stack(columns, dim=-1)
 
 
@@ -397,22 +384,6 @@ def _size(J: LinearOperator) -> Tensor:
 def steady(J: LinearOperator) -> LinearOperator:
     """J with products that do not depend on the caller's settings of torch."""
     return replace(J, mv=unaffected(J.mv), rmv=unaffected(J.rmv))
-
-
-def dense_operator(M: Tensor) -> LinearOperator:
-    """The operator of a matrix [m, n], or of a batch of matrices [B, m, n]."""
-    return LinearOperator(
-        mv=lambda E: (M @ E[..., None])[..., 0],
-        rmv=lambda U: (M.mT @ U[..., None])[..., 0],
-        in_shape=(M.shape[-1],),
-        out_shape=(M.shape[-2],),
-        batch=M.shape[0] if M.ndim == 3 else None,
-        dtype=M.dtype,
-        device=M.device,
-        # The size is what a product with M sums up.
-        rounding=Rounding(size=lengths(M.double().flatten(-2)).cpu()),
-        take=(lambda members: dense_operator(M[members])) if M.ndim == 3 else None,
-    )
 
 
 def of_order_one(x: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:

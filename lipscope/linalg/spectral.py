@@ -15,19 +15,23 @@ from lipscope._ambient import entry_point
 from lipscope._checks import check_fields, check_whole
 from lipscope._types import Status, UserError
 from lipscope.linalg.certificate import (
+    MEMORY,
     NO_VALUE,
+    NOISE,
+    SCORES,
+    SEARCHED,
+    STEPS,
     UNCERTIFIED,
-    Gap,
+    bounded_by,
     check_gap,
     perturbation,
     polynomial_bound,
     smallest_overlap,
-    why_missed,
     widening,
 )
 from lipscope.linalg.estimate import BatchEstimate, Estimate
-from lipscope.linalg.golub_kahan import HALF_UNIT, STORAGES, GolubKahan, memory_of, norms
-from lipscope.linalg.operator import LinearOperator, Space
+from lipscope.linalg.golub_kahan import HALF_UNIT, STORAGES, GolubKahan, norms
+from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.rounding_noise import DRAWS, UNITS, WIDENED, UnseenRoundingError
 
 NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' or float64 inputs"
@@ -47,6 +51,7 @@ MARGIN = 0.9
 """Share of that residual left to low precision: the exact operator then seldom needs a second step,
 which takes as long as several in low precision.
 """
+
 NO_BOUND = (
     "no upper bound: too few steps for the requested failure probability; set gap to continue"
 )
@@ -61,17 +66,13 @@ OVERWHELMED = (
 )
 
 COARSEST = 0.01
-"""Residual that is asked for even where products may be coarser, as they seldom are: a value whose
-status is ok is within this share of a singular value.
-"""
+"""Largest residual of a solve whose status is ok, even where products may be coarser."""
 
 IMPRECISE = 0.01
-"""Share of the value beyond which its rounding is said in the status."""
+"""Relative rounding above which the status is IMPRECISE."""
 
 SMALL = 1 << 16
-"""Numbers in one vector of the whole batch, below which a product is cheaper than a look at the
-small matrix.
-"""
+"""Numbers in a vector of the batch below which a product is cheaper than the small SVD."""
 
 Ritz = tuple[Tensor, Tensor, Tensor]
 
@@ -163,13 +164,16 @@ def spectral_norm(
     if J.compressed is not None and start is None:
         small: Any = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
         return replace(small, right=J.compressed.lift(small.right))
-    found = torch.zeros(J.batch or 1, dtype=torch.float64)  # steps with the low-precision operator
+    searched: Tensor | int = 0  # steps in low precision
     if J.low_precision is not None and start is None:
-        start, found = _low_precision_start(J.low_precision, tol, solver)
+        near, searched = _iterate(J.low_precision, MARGIN * max(tol, ROUGH), None, None, solver)
+        # It may overflow where the exact operator does not.
+        size = norms(near.right, J.space)
+        start = near.right if (size.isfinite() & (size > 0)).all() else None
     run, taken = _iterate(J, tol, gap, start, solver)
     note = ROUNDED_BASIS if run.rounded else CERTIFIED if start is None else NOT_RANDOM
     estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
-    estimate = replace(estimate, steps=found + taken)
+    estimate = replace(estimate, steps=searched + taken)
     return estimate if J.batch is not None else estimate[0]
 
 
@@ -179,13 +183,12 @@ def _iterate(
     """A finished run, whose bounds are not drawn yet, and how many steps each member took."""
     members = J.batch or 1
     earlier = 0
-    v = (
+    run = Run(J, tol, gap, solver, random=start is None)
+    run.solve(
         random_start(J, members, solver.seed)
         if start is None
         else start.reshape(members, -1).to(J.device, J.dtype)
     )
-    run = Run(J, tol, gap, solver, random=start is None)
-    run.solve(v)
     # In bfloat16, `right` is as good as its residual only if it is the start, put to the test.
     while run.rounded and 1 < run.steps.max() < solver.max_steps:
         taken = int(run.steps.max())
@@ -197,23 +200,13 @@ def _iterate(
     return run, run.steps + earlier
 
 
-def _low_precision_start(
-    J: LinearOperator, tol: float, solver: Solver
-) -> tuple[Tensor | None, Tensor]:
-    """The right vector that a low-precision operator finds, and in how many steps."""
-    near, steps = _iterate(J, MARGIN * max(tol, ROUGH), None, None, solver)
-    # It may overflow where the exact operator does not: then it has nothing to say.
-    size = norms(near.right, J.space)
-    return near.right if (size.isfinite() & (size > 0)).all() else None, steps
-
-
 def random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
     """Uniform directions, drawn where the operator lives.
 
     The seed is hashed: an input that was itself drawn with it must not be the start.
     """
     # One draw for all ranks, of which each keeps its part: the same start as a single process has.
-    number = drawn_seed(seed, "start", J.space)
+    number = int(J.space.broadcast(torch.tensor(fresh_seed(seed, "start"))))
     generator = torch.Generator(device=J.device).manual_seed(number)
     dtype = torch.float64 if J.device.type == "cpu" else J.dtype
     start = torch.randn(members, J.domain_size, generator=generator, dtype=dtype, device=J.device)
@@ -250,7 +243,7 @@ def _check_options(
 
 
 class Run:
-    """`solve` iterates until every member is done, `evaluate` draws the bounds."""
+    """One solve: `solve` iterates until every member is done, `evaluate` draws the bounds."""
 
     def __init__(
         self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool
@@ -265,9 +258,6 @@ class Run:
         B = J.batch or 1
         self.resolution = J.resolution.reshape(B)
         self.overlap = smallest_overlap(J.domain_size, solver.failure / B)
-        self.aim = (
-            Gap(self.ratio, self.overlap) if self.ratio is not None and self.certify else None
-        )
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
         self.back = torch.zeros_like(self.right)  # J' left, as the recurrence has it
@@ -281,18 +271,9 @@ class Run:
         self.status: list[Status] = [Status.MAX_STEPS] * B
 
     def solve(self, start: Tensor) -> None:
+        """Iterate until every member is done."""
         J = self.J
-        storage = self.solver.basis
-        number = 2 if self.rounded else start.element_size()
-        vectors = start.shape[0] * (J.in_size + J.out_size) * number
-        memory = self.solver.memory
-        if memory is None:
-            memory = 2 << 30
-            if storage == "host":
-                memory = memory_of(torch.device("cpu")) // 2
-            elif J.device.type == "cuda":
-                memory = torch.cuda.mem_get_info(J.device)[0] // 2
-        basis = GolubKahan(J, start, memory // vectors, storage)
+        basis = GolubKahan(J, start, self.solver.basis, self.solver.memory)
         exhausted = min(J.domain_size, J.range_size + 1)
         index = torch.arange(start.shape[0])
         open_ = torch.ones(len(index), dtype=torch.bool)
@@ -316,10 +297,19 @@ class Run:
             broken = (basis.b == 0) | theta.isnan() | (theta == 0)
             norm = torch.full_like(self.theta, torch.nan)
             norm[index] = theta / basis.scale
-            goal = self._goal(norm, index, q)
+            # The goal is tol, or what products can resolve. Weights that are off are off in all
+            # products alike and do not keep the residual up; scores that react to a tangent before
+            # they cancel do, and so do blocks.
+            cancelled = 8 * torch.finfo(J.dtype).eps * J.rounding_scale(norm) / norm
+            noise = torch.maximum(self.resolution, cancelled.nan_to_num(posinf=0.0))[index]
+            goal = noise.nan_to_num(nan=1.0, posinf=1.0).clamp(max=COARSEST).clamp_min(self.tol)
+            if self.rounded and q.shape[1] > 1:
+                # Rounded vectors leave more, in the part of `right` that is not the start.
+                goal = torch.maximum(goal / 2, HALF_UNIT * q[:, 1:].norm(dim=1))
             done = broken | (residual <= goal)
             asked = done & open_ & ~broken
-            if self.aim is not None and not basis.restarted and asked.any():
+            aimed = self.ratio is not None and self.certify
+            if aimed and not basis.restarted and asked.any():
                 rounding = (J.error(norm) / norm)[index]
                 done &= broken | self._gap_closed(basis, (theta, p, q), index, asked, rounding)
             if last:
@@ -338,20 +328,6 @@ class Run:
                 index = index[remaining]
                 open_ = open_[remaining]
 
-    def _goal(self, norm: Tensor, index: Tensor, q: Tensor) -> Tensor:
-        """The residual to stop at: tol, or what products can resolve of a norm that large.
-
-        Vectors in bfloat16 leave more, in the part of `right` that is not the start.
-        """
-        # Weights that are off are off in all products alike and do not keep the residual up; scores
-        # that react to a tangent before they cancel do, and so do blocks.
-        cancelled = 8 * torch.finfo(self.J.dtype).eps * self.J.rounding_scale(norm) / norm
-        noise = torch.maximum(self.resolution, cancelled.nan_to_num(posinf=0.0))[index]
-        goal = torch.clamp(noise.nan_to_num(nan=1.0, posinf=1.0), max=COARSEST).clamp_min(self.tol)
-        if not self.rounded or q.shape[1] == 1:
-            return goal
-        return torch.maximum(goal / 2, HALF_UNIT * q[:, 1:].norm(dim=1))
-
     def _gap_closed(
         self, basis: GolubKahan, ritz: Ritz, index: Tensor, asked: Tensor, rounding: Tensor
     ) -> Tensor:
@@ -359,15 +335,30 @@ class Run:
 
         Nothing is settled before the noise of the very vectors that the bounds will be drawn from
         has been measured. The products are needed at the end anyway: one pair for each member.
+
+        rounding: by how much, relative to the norm, both bounds will be widened at the end.
         """
-        assert self.aim is not None
-        aim = self.aim
-        theta = ritz[0]
+        assert self.ratio is not None
+        ratio = self.ratio
         a, b = (torch.stack(x, dim=1) for x in zip(*basis.coefficients, strict=True))
 
         def settled(some: Tensor) -> tuple[Tensor, Tensor]:
-            source = perturbation(self.noise[index[some]], basis.drift[some] / theta[some])
-            return aim.settled(theta[some], a[some], b[some], source, rounding[some])
+            """Which members are done, if products are that noisy, and which can reach the ratio."""
+            theta = ritz[0][some]
+            noise = perturbation(self.noise[index[some]], basis.drift[some] / theta)
+            known = a[some], b[some], self.overlap, noise
+
+            def reaches(distance: Tensor) -> tuple[Tensor, Tensor]:
+                return bounded_by(theta * (1 + SEARCHED * distance), *known)
+
+            reached, possible = reaches(ratio / widening(rounding[some]) - 1)
+            if not possible.all():
+                # Rounding in the products sets a floor that no further step gets below. Where the
+                # ratio lies under it, twice the distance of the floor is good enough.
+                floor = polynomial_bound(*known, decaying=False)
+                near, _ = reaches(2 * (floor / theta - 1))
+                reached |= ~possible & (near | floor.isinf())
+            return reached, possible
 
         near = torch.nonzero(asked)[:, 0]
         reached, possible = settled(near)
@@ -389,9 +380,7 @@ class Run:
         self.theta[member], self.scale[member] = theta, basis.scale[i]
         if theta.isnan():
             return
-        self.right[member] = basis.V.combine(q[None, None], slice(i, i + 1))[0, 0]
-        self.left[member] = basis.U.combine(p[None, None], slice(i, i + 1))[0, 0]
-        self.back[member] = basis.pulled_back(p[None], slice(i, i + 1))[0]
+        self.right[member], self.left[member], self.back[member] = basis.vectors(i, p, q)
 
     def _close(
         self, member: int, i: int, step: int, basis: GolubKahan, residual: Tensor, goal: Tensor
@@ -467,7 +456,6 @@ class Run:
         noise = self.noise
         # The power of two by which each member was multiplied.
         scale = torch.where(self.theta.isnan(), 1.0, self.scale)
-        rescale = scale.to(w)[:, None]
         finite = ~self.theta.isnan()
         sigma = norms(w, J.space) / norms(self.right, J.space).clamp_min(0.5)
         left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
@@ -477,20 +465,21 @@ class Run:
             self.status[i] = Status.OVERFLOW
         finite = finite & value.isfinite()
         value = torch.where(finite, value, torch.nan)
-        # What the operator states, what was seen in its products, and what repeating them shows.
-        stated = J.error(value) if J.rounding.compared is None else self._compared(w / rescale)
-        stated = stated.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        error = torch.maximum(stated, 4 * noise.nan_to_num() * value)
-        unknown = ""
-        if J.rounding.perturbed is not None:
-            measured, unknown = self._measured(w, z, scale)
-            error = torch.maximum(error, measured)
+        error, unknown = self._error(w, z, scale, value)
         known = finite & error.isfinite()
         lower = torch.where(known, (value - error).clamp_min(0.0), 0.0)
         upper = torch.full_like(value, torch.inf)
         if self.certify:
+            # The polynomial bound on the norm of J as its products have it, with their noise.
+            source = perturbation(noise, self.drift / self.theta)
+            usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
+            width = int((~self.a.isnan()).sum(dim=1).max())
+            if width and usable.any():
+                upper[usable] = polynomial_bound(
+                    self.a[usable, :width], self.b[usable, :width], self.overlap, source[usable]
+                )
             # A random start that J sends to zero leaves nothing but rounding.
-            at_most = torch.where(sigma == 0, 0.0, self._upper(noise, sigma) / scale)
+            at_most = torch.where(sigma == 0, 0.0, upper / scale)
             upper = torch.where(known, at_most + error, torch.inf)
         upper = torch.maximum(upper, value.nan_to_num(nan=torch.inf))
         certified = self.certify and bool(upper.isfinite().any())
@@ -521,40 +510,38 @@ class Run:
             right=self.right.reshape((B, *J.in_shape)),
             confidence=1 - self.solver.failure if certified else 0.0,
             note=note,
-            missed=tuple(
-                ""
-                if self.ratio is None
-                else self._missed(i, self.ratio, lower[i], upper[i], error[i] / value[i])
-                for i in range(B)
-            ),
+            missed=("",) * B if self.ratio is None else self._missed(lower, upper, error / value),
         )
 
-    def _compared(self, product: Tensor) -> Tensor:
-        """Four times what the product of `right` is off by, seen in float64, and at least its last
-        digits.
-        """
-        J = self.J
-        assert J.rounding.compared is not None
-        shape = J.leading
-        off = J.rounding.compared(
-            self.right.reshape((*shape, *J.in_shape)),
-            product.reshape((*shape, *J.out_shape)),
-            drawn_seed(self.solver.seed, "rows", J.space),
-        )
-        size = norms(product, J.space)
-        return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
+    def _error(self, w: Tensor, z: Tensor, scale: Tensor, value: Tensor) -> tuple[Tensor, str]:
+        """Absolute error bounds on the values, and why they are unknown, if they are.
 
-    def _measured(self, w: Tensor, z: Tensor, scale: Tensor) -> tuple[Tensor, str]:
-        """The rounding of a map that states none: how far J v, and J' u where an upper bound rests
-        on it, move when every operation is off by a unit in the last place, widened; and why that
-        could not be seen, if so.
+        The largest of three: what the operator states, or a comparison with float64 shows; what was
+        seen in its products; and, for maps that state nothing, how far J v, and J' u if an upper
+        bound rests on it, move when every operation is off by units in the last place.
         """
         J = self.J
-        assert J.rounding.perturbed is not None
+        rounding = J.rounding
+        if rounding.compared is None:
+            stated = J.error(value)
+        else:
+            product = w / scale.to(w)[:, None]
+            off = rounding.compared(
+                self.right.reshape((*J.leading, *J.in_shape)),
+                product.reshape((*J.leading, *J.out_shape)),
+                int(J.space.broadcast(torch.tensor(fresh_seed(self.solver.seed, "rows")))),
+            )
+            # At least the last digits, which float64 may share by chance.
+            digits = torch.finfo(J.dtype).eps * norms(product, J.space)
+            stated = 4 * off.reshape(-1) + 4 * digits
+        stated = stated.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        error = torch.maximum(stated, 4 * self.noise.nan_to_num() * value)
+        if rounding.perturbed is None:
+            return error, ""
         spread = torch.zeros_like(scale)
         try:
             for i in range(DRAWS):
-                mv, rmv = J.rounding.perturbed(i)
+                mv, rmv = rounding.perturbed(i)
                 off = norms(J.product(mv, self.right, J.in_shape, scale) - w, J.space)
                 if self.certify:
                     back = J.product(rmv, self.left, J.out_shape, scale) - z
@@ -562,52 +549,43 @@ class Run:
                 spread = torch.maximum(spread, off.nan_to_num(torch.inf, torch.inf))
         except torch.OutOfMemoryError:
             return torch.full_like(scale, torch.inf), "no memory to repeat it"
-        except UnseenRoundingError as error:
-            return torch.full_like(scale, torch.inf), str(error)
-        return WIDENED * spread / scale, ""
+        except UnseenRoundingError as unseen:
+            return torch.full_like(scale, torch.inf), str(unseen)
+        return torch.maximum(error, WIDENED * spread / scale), ""
 
-    def _missed(self, i: int, ratio: float, lower: Tensor, upper: Tensor, rounding: Tensor) -> str:
-        """Why the ratio asked for is not reached by member i; nothing where it is."""
-        if upper <= ratio * lower:
-            return ""
-        if not self.certify or self.theta[i].isnan() or lower.isnan():
-            return UNCERTIFIED if not self.certify else NO_VALUE
-        kept = int((~self.a[i].isnan()).sum())
-        return why_missed(
-            ratio / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps
-        )
+    def _missed(self, lower: Tensor, upper: Tensor, rounding: Tensor) -> tuple[str, ...]:
+        """Why each member misses the requested ratio; empty if it does not."""
+        ratio = self.ratio
+        assert ratio is not None
 
-    def _upper(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The polynomial bound on the norm of J as its products have it, with the noise seen in
-        them.
-        """
-        source = perturbation(noise, self.drift / self.theta)
-        usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
-        width = int((~self.a.isnan()).sum(dim=1).max())
-        upper = torch.full_like(sigma, torch.inf)
-        if width and usable.any():
-            upper[usable] = polynomial_bound(
-                self.a[usable, :width], self.b[usable, :width], self.overlap, source[usable]
-            )
-        return upper
+        def reason(i: int) -> str:
+            if upper[i] <= ratio * lower[i]:
+                return ""
+            if not self.certify:
+                return UNCERTIFIED
+            if self.theta[i].isnan() or lower[i].isnan():
+                return NO_VALUE
+            if ratio / float(widening(rounding[i])) <= 1:
+                return SCORES
+            kept = int((~self.a[i].isnan()).sum())  # steps that the upper bound could be drawn from
+            if kept < self.steps[i]:
+                return MEMORY
+            return STEPS if self.steps[i] >= self.solver.max_steps else NOISE
+
+        return tuple(map(reason, range(len(lower))))
 
 
-def drawn_seed(seed: int | None, purpose: str, space: Space) -> int:
-    """A seed for one purpose, from that of the user or, without one, a fresh one; the same on all
-    ranks.
-    """
-    number = secrets.randbits(63) if seed is None else fresh_seed(seed, purpose)
-    return int(space.broadcast(torch.tensor(number)))
+def fresh_seed(seed: int | None, purpose: str) -> int:
+    """The seed for one purpose, derived from the user's and unrelated to those of other purposes.
 
-
-def fresh_seed(seed: int, purpose: str) -> int:
-    """The seed for one purpose, derived from the user's: the same every time, unrelated to the
-    others.
+    Without a seed, a random one.
 
     An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
     A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
     solver hold the very numbers of its start. So what is found is measured with
     Solver(seed=fresh_seed(seed, "measure")), and no search may draw from that seed.
     """
+    if seed is None:
+        return secrets.randbits(63)
     digest = hashlib.sha256(f"lipscope {purpose} {seed}".encode()).digest()
     return int.from_bytes(digest[:7], "big")

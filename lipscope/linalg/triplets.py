@@ -58,26 +58,30 @@ def singular_triplets(
     first = secrets.randbits(63) if solver.seed is None else solver.seed
     first = int(J.space.broadcast(torch.tensor(first)))
     found: list[Any] = []
-    blur: Any = 0.0
-    least: Any = math.inf
+    blur = torch.zeros(J.leading, dtype=torch.float64)
+    least = blur + math.inf
     for i in range(k):
         seed = fresh_seed(first, f"triplet {i}")
         own = replace(solver, seed=seed, failure=solver.failure / k)
         e: Any = spectral_norm(_deflated(J, found), tol, solver=own)
+        value, residual, lower, upper = (
+            torch.as_tensor(x, dtype=torch.float64) for x in (e.value, e.residual, e.lower, e.upper)
+        )
         # Deflation with vectors of residual r moves the rest by at most r sigma. Vectors that were
         # found out of order span a space on which J is at least the smallest of their values, less
         # what their residuals mix.
-        mixed = blur + 2 * e.residual * e.value
-        least = _smaller(least, e.lower)
-        lower = e.lower if not found else _positive(least - mixed)
-        confidence = 1 - solver.failure if e.confidence else 0.0
+        mixed = blur + 2 * residual * value
+        least = torch.minimum(least, lower)
+        bounds: Any = (least - mixed).clamp_min(0.0) if found else lower, upper + blur
+        if J.batch is None:
+            bounds = [x.item() for x in bounds]
         left, right = ([getattr(one, side) for one in found] for side in ("left", "right"))
         found.append(
             replace(
                 e,
-                lower=lower,
-                upper=e.upper + blur,
-                confidence=confidence,
+                lower=bounds[0],
+                upper=bounds[1],
+                confidence=1 - solver.failure if e.confidence else 0.0,
                 left=_orthonormal(J.T, e.left, left, fresh_seed(first, f"left {i}")),
                 right=_orthonormal(J, e.right, right, fresh_seed(first, f"right {i}")),
             )
@@ -111,14 +115,6 @@ def _orthonormal(J: LinearOperator, x: Tensor, others: list[Tensor], seed: int) 
     if not usable.all():
         y = torch.where(usable[:, None], y, purified(random_start(J, members, seed))[0])
     return y.to(x.dtype).reshape(x.shape)
-
-
-def _smaller(x: Any, y: Any) -> Any:
-    return torch.minimum(torch.as_tensor(x), y) if isinstance(y, Tensor) else min(x, y)
-
-
-def _positive(x: Any) -> Any:
-    return x.clamp_min(0.0) if isinstance(x, Tensor) else max(x, 0.0)
 
 
 def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:

@@ -338,22 +338,20 @@ def largest_gain(
     def chance(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=g, dtype=f.Q.dtype).to(f.Q.device)
 
-    d = f.Q.shape[1]
-    X = noise(tries, n, d)
+    X = noise(tries, n, f.Q.shape[1])
     # Radii of every magnitude from R/100 to R: what splits is often one token near 0, one far out.
     X = X / X.norm(dim=-1, keepdim=True) * R * 10 ** (-2 * chance(tries, n, 1))
     deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
     # Moderate and extreme weights in turn.
     depth = X.new_tensor([10.0, deepest], dtype=torch.float32).repeat(tries)[:tries, None]
     level = -depth * chance(tries, n) ** 2 * (not equal)
-    score = gains(f, X, level.softmax(dim=1))
-    best = score.topk(min(tries, 50)).indices
+    score, best = gains(f, X, level.softmax(dim=1)).topk(min(tries, 50))
     X = X[best]
     level = level[best]
-    score = score[best]
     # Accept or reject, with relative steps that shrink from 1/2 to 1/1000.
     for step in torch.logspace(-0.3, -3, 120, dtype=torch.float32).tolist():
-        trial = _into_ball(X + step * (X.abs() + 0.01 * R) * noise(*X.shape), R)
+        trial = X + step * (X.abs() + 0.01 * R) * noise(*X.shape)
+        trial = trial * (R / trial.norm(dim=-1, keepdim=True).clamp_min(R))
         tilt = level if equal else level + step * (1 - level) * noise(*level.shape)
         tilt = (tilt - tilt.amax(dim=1, keepdim=True)).clamp_min(-deepest)
         now = gains(f, trial, tilt.softmax(dim=1))
@@ -382,10 +380,6 @@ def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 
 def _beyond_rounding(gain: Tensor) -> Tensor:
     """Return the gain, or 1 where it exceeds 1 by no more than rounding."""
     return torch.where(gain > 1 + 1000 * torch.finfo(gain.dtype).eps, gain, 1.0)
-
-
-def _into_ball(X: Tensor, R: float) -> Tensor:
-    return X * (R / X.norm(dim=-1, keepdim=True).clamp_min(R))
 
 
 def _dot(A: list[list[float]], causal: bool = False) -> Callable[[], SelfAttention]:

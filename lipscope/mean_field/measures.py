@@ -8,7 +8,6 @@ closed-form derivative included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,11 +57,36 @@ class DiscreteMeasure(Displayed):
     positions: Tensor | None = None
 
     def __post_init__(self) -> None:
+        weights = self.weights
         _check_points(self.points)
-        _check_weights(self.weights, self.points)
+        _check_one_each("weights", weights, self.points)
+        if weights.dtype != self.points.dtype:
+            raise UserError(
+                f"weights are {weights.dtype} and points are {self.points.dtype}; "
+                "give both one dtype"
+            )
+        bad = weights <= 0
+        if bad.any():
+            i = int(torch.nonzero(bad)[0])
+            raise UserError(
+                f"weights must be positive, but weight {i} is {weights[i].item():g}; "
+                "leave out atoms without mass"
+            )
+        total = weights.double().sum().item()
+        if abs(total - 1) > 16 * len(weights) * torch.finfo(weights.dtype).eps:
+            raise UserError(
+                f"weights must sum to 1, but they sum to {total:.12g}; pass weights / weights.sum()"
+            )
         if self.positions is not None:
-            _check_positions(self.positions, self.points)
-        check_one_device("points", self.points, weights=self.weights, positions=self.positions)
+            _check_one_each("positions", self.positions, self.points)
+            low = self.positions.min().item()
+            high = self.positions.max().item()
+            if low < 0 or high > 1:
+                raise UserError(
+                    f"positions must lie in [0, 1], but they range from {low:g} to {high:g}; "
+                    "rescale them, only their order matters"
+                )
+        check_one_device("points", self.points, weights=weights, positions=self.positions)
 
     @staticmethod
     def uniform(X: Tensor, causal: bool = False) -> DiscreteMeasure:
@@ -190,37 +214,6 @@ def _check_one_each(name: str, x: Tensor, points: Tensor) -> None:
     check_tensor(name, x)
 
 
-def _check_weights(weights: Tensor, points: Tensor) -> None:
-    _check_one_each("weights", weights, points)
-    if weights.dtype != points.dtype:
-        raise UserError(
-            f"weights are {weights.dtype} and points are {points.dtype}; give both one dtype"
-        )
-    bad = weights <= 0
-    if bad.any():
-        i = int(torch.nonzero(bad)[0])
-        raise UserError(
-            f"weights must be positive, but weight {i} is {weights[i].item():g}; "
-            "leave out atoms without mass"
-        )
-    total = weights.double().sum().item()
-    if abs(total - 1) > 16 * len(weights) * torch.finfo(weights.dtype).eps:
-        raise UserError(
-            f"weights must sum to 1, but they sum to {total:.12g}; pass weights / weights.sum()"
-        )
-
-
-def _check_positions(positions: Tensor, points: Tensor) -> None:
-    _check_one_each("positions", positions, points)
-    if (positions < 0).any() or (positions > 1).any():
-        low = positions.min().item()
-        high = positions.max().item()
-        raise UserError(
-            f"positions must lie in [0, 1], but they range from {low:g} to {high:g}; "
-            "rescale them, only their order matters"
-        )
-
-
 @entry_point
 def push(f: SelfAttention, mu: DiscreteMeasure) -> DiscreteMeasure:
     """Apply attention to a measure, F(mu) = (Gamma_mu)#mu.
@@ -276,26 +269,6 @@ def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
     """
     J = linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights)
     return steady(in_l2(J, mu.weights))
-
-
-def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
-    """Gamma_mu as a function of query points [N, d] anywhere; mu must have no positions."""
-    check_measure(mu)
-    if mu.positions is not None:
-        raise UserError(
-            "the measure has positions, on which Gamma would depend too; "
-            "use a measure without positions"
-        )
-    lift = lifted(f, mu)
-    d = mu.points.shape[1]
-    mask = None if lift.mask is None else lift.mask[:1]
-
-    def gamma(Z: Tensor) -> Tensor:
-        if Z.ndim != 2 or Z.shape[1] != d:
-            raise UserError(f"query points must have shape [N, {d}], got {tuple(Z.shape)}")
-        return respond(lift, Z, mu.points, mask)
-
-    return gamma
 
 
 def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:

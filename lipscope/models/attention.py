@@ -72,9 +72,6 @@ class PlainMask(Tensor):
         mask.rule = rule
         return mask
 
-    def __init__(self, *_: Any) -> None:
-        """Everything is in __new__."""
-
     def of_members(self, members: Tensor) -> PlainMask:
         """The mask of some members of the batch."""
         real = self.rule.real
@@ -124,39 +121,36 @@ def lipscope_mask(**arguments: Any) -> Tensor | None:
         return _rows(arguments, start, n)
     device = torch.device(arguments.get("device", "cpu"))
     batch = arguments["batch_size"]
-    candidates = _candidates(arguments.get("local_size"), _real(arguments))
+    # Which keys are not padding, [B, 1, 1, n]; None if all are real, or it is not said by key.
+    real = arguments.get("attention_mask")
+    if isinstance(real, Tensor) and tuple(real.shape) == (batch, keys) and not real.bool().all():
+        real = real.bool()[:, None, None, :]
+    else:
+        real = None
+    # The simplest rules first; size is that of windows and chunks.
+    candidates = [Rule(real=real), Rule(causal=True, real=real)]
+    size = arguments.get("local_size")
+    if size:
+        candidates += [
+            Rule(causal=True, window=size, real=real),
+            Rule(causal=True, window=2 * size + 1, ahead=size, real=real),
+            Rule(causal=True, chunk=size, real=real),
+        ]
     height = max(1, ROWS // (keys * batch))
     for first in range(0, n, height):
         rows = slice(first, min(n, first + height))
         part = _rows(arguments, start + first, rows.stop - first)
         if part is None:
             return None
-        candidates = [rule for rule in candidates if _agree(part, rule.visible(rows, n, device))]
+        fitting = []
+        for rule in candidates:
+            seen = rule.visible(rows, n, device)
+            if part.all() if seen is None else torch.equal(part, seen.expand_as(part)):
+                fitting.append(rule)
+        candidates = fitting
         if not candidates:  # packed sequences or an unknown rule: write the mask down
             return part if rows.stop - first == n else _rows(arguments, start, n)
     return PlainMask(torch.Size((batch, 1, n, keys)), device, candidates[0])
-
-
-def _candidates(size: int | None, real: Tensor | None) -> list[Rule]:
-    """Rules that a mask may follow, the simplest first; size is that of windows and chunks."""
-    found = [Rule(), Rule(causal=True)]
-    if size:
-        found += [
-            Rule(causal=True, window=size),
-            Rule(causal=True, window=2 * size + 1, ahead=size),
-            Rule(causal=True, chunk=size),
-        ]
-    return [replace(rule, real=real) for rule in found]
-
-
-def _real(arguments: dict[str, Any]) -> Tensor | None:
-    """Which keys are not padding, [B, 1, 1, n]; None if all are real, or it is not said by key."""
-    given = arguments.get("attention_mask")
-    shape = arguments["batch_size"], arguments["kv_length"]
-    if not isinstance(given, Tensor) or tuple(given.shape) != shape:
-        return None
-    real = given.bool()
-    return None if bool(real.all()) else real[:, None, None, :]
 
 
 def _rows(arguments: dict[str, Any], start: Any, count: int) -> Tensor | None:
@@ -165,10 +159,6 @@ def _rows(arguments: dict[str, Any], start: Any, count: int) -> Tensor | None:
     return sdpa_mask(
         **{**arguments, "q_length": count, "q_offset": start, "allow_is_causal_skip": False}
     )
-
-
-def _agree(mask: Tensor, seen: Tensor | None) -> bool:
-    return bool(mask.all()) if seen is None else torch.equal(mask, seen.expand_as(mask))
 
 
 NAME = "lipscope"
@@ -199,8 +189,14 @@ class AttentionCall:
 
     def output(self) -> Tensor:
         """Every head before the output projection, [B, H, n, m]."""
-        if self.chunk is not None:
-            return torch.cat([part.output() for part in self._chunks(self.chunk)], dim=-2)
+        if self.chunk is not None:  # chunks of tokens see only each other
+            parts = []
+            for start in range(0, self.q.shape[-2], self.chunk):
+                cut = slice(start, start + self.chunk)
+                pattern = Pattern(mask=self.mask).tile(cut, cut)
+                q, k, v = (x[..., cut, :] for x in (self.q, self.k, self.v))
+                parts.append(replace(self, q=q, k=k, v=v, mask=pattern.mask, chunk=None).output())
+            return torch.cat(parts, dim=-2)
         rules = Rules(self.causal, self.window, self.softcap, shift=self._shift)
         return attend_by_rules(
             self.q, self.k, self.v, self.mask, None, self.sinks, rules, self.scale
@@ -209,14 +205,6 @@ class AttentionCall:
     @property
     def _shift(self) -> int:
         return self.k.shape[-2] - self.q.shape[-2] + self.ahead
-
-    def _chunks(self, size: int) -> Iterator[AttentionCall]:
-        """The call for each chunk of tokens, which see each other alone."""
-        for start in range(0, self.q.shape[-2], size):
-            cut = slice(start, start + size)
-            pattern = Pattern(mask=self.mask).tile(cut, cut)
-            q, k, v = (x[..., cut, :] for x in (self.q, self.k, self.v))
-            yield replace(self, q=q, k=k, v=v, mask=pattern.mask, chunk=None)
 
     def with_mask(self, n: int) -> AttentionCall:
         """The same call with a mask of n tokens for what `attend` has no argument for."""
@@ -346,57 +334,52 @@ def using_attention(model: nn.Module, implementation: str = NAME) -> Iterator[No
     Other threads that measure wait meanwhile. A thread that trains the model does not: what it
     changes stays as it left it, and the measurement is refused.
     """
-    with own_pass(), _settings(model, implementation):
-        yield
-
-
-@contextmanager
-def _settings(model: nn.Module, implementation: str) -> Iterator[None]:
-    wanted = {ATTENTION: implementation, EXPERTS: "eager", "use_cache": False}
-    # Modes one by one: module.eval() would run code of the model's own.
-    modes = [(module, module.training) for module in model.modules()]
-    before = [
-        (config, name, vars(config)[name])
-        for config in configs(model)
-        for name in wanted
-        if name in vars(config)
-    ]
-    # What a model computes from its weights and keeps is of the dtype of the measurement.
-    own = vars(nn.Module()).keys()
-    caches = [
-        (value, dict(value))
-        for module, _ in modes
-        for name, value in vars(module).items()
-        if name not in own and type(value) is dict
-    ]
-    weights = _versions(model)
-    kept = True
-    try:
-        for module, _ in modes:
-            module.training = False
-        for config, name, _ in before:
-            vars(config)[name] = wanted[name]
-        yield
-    finally:
-        for cache, entries in caches:
-            cache.clear()
-            cache.update(entries)
-        for config, name, value in before:
-            if vars(config).get(name) == wanted[name]:
-                vars(config)[name] = value
-            else:
-                kept = False
-        for module, training in modes:
-            if module.training:
-                kept = False
-            else:
-                module.training = training
-    if not kept or _versions(model) != weights:
-        raise UserError(
-            f"this {type(model).__name__} was changed while it was measured, by its own forward "
-            "pass or by a training loop in another thread; measure between the steps of a loop, or "
-            "a copy made with copy.deepcopy"
-        )
+    with own_pass():
+        wanted = {ATTENTION: implementation, EXPERTS: "eager", "use_cache": False}
+        # Modes one by one: module.eval() would run code of the model's own.
+        modes = [(module, module.training) for module in model.modules()]
+        before = [
+            (config, name, vars(config)[name])
+            for config in configs(model)
+            for name in wanted
+            if name in vars(config)
+        ]
+        # What a model computes from its weights and keeps is of the dtype of the measurement.
+        own = vars(nn.Module()).keys()
+        caches = [
+            (value, dict(value))
+            for module, _ in modes
+            for name, value in vars(module).items()
+            if name not in own and type(value) is dict
+        ]
+        weights = _versions(model)
+        kept = True
+        try:
+            for module, _ in modes:
+                module.training = False
+            for config, name, _ in before:
+                vars(config)[name] = wanted[name]
+            yield
+        finally:
+            for cache, entries in caches:
+                cache.clear()
+                cache.update(entries)
+            for config, name, value in before:
+                if vars(config).get(name) == wanted[name]:
+                    vars(config)[name] = value
+                else:
+                    kept = False
+            for module, training in modes:
+                if module.training:
+                    kept = False
+                else:
+                    module.training = training
+        if not kept or _versions(model) != weights:
+            raise UserError(
+                f"this {type(model).__name__} was changed while it was measured, by its own "
+                "forward pass or by a training loop in another thread; measure between the steps "
+                "of a loop, or a copy made with copy.deepcopy"
+            )
 
 
 def _versions(model: nn.Module) -> list[int]:

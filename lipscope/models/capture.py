@@ -114,11 +114,15 @@ def capture(
         change: Called with every value instead of recording it; what it returns, unless None,
             replaces the value.
     """
+    from transformers import Cache
+
     recorded: list[Captured] = []
     visit = change or recorded.append
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        new = visit(Captured(module, "input", _repeatable(args, kwargs)))
+        # Without its caches a call can be repeated.
+        args, kwargs = _map((args, kwargs), lambda x: None if isinstance(x, Cache) else x)
+        new = visit(Captured(module, "input", RecordedCall(args, kwargs)))
         return None if new is None else (new.args, new.kwargs)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -180,14 +184,6 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def first_tensor(tree: Any) -> Tensor:
     """The tokens among a module's arguments or outputs: the first floating-point one."""
     return next(tensor for tensor in tensors_of(tree) if tensor.is_floating_point())
-
-
-def _repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
-    """The call as a hook sees it; caches are dropped so that it can be repeated."""
-    from transformers import Cache
-
-    args, kwargs = _map((args, kwargs), lambda x: None if isinstance(x, Cache) else x)
-    return RecordedCall(args, kwargs)
 
 
 def _map(tree: Any, change: Callable[..., Any], *others: Any) -> Any:

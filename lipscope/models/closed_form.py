@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
-from lipscope.attention.factored import FactoredAttention
-from lipscope.attention.layer import SelfAttention
+from lipscope.attention.layer import FactoredAttention, SelfAttention
 from lipscope.attention.scores import Dot, Rope
 from lipscope.models.attention import AttentionCall
 from lipscope.models.capture import RecordedCall
-from lipscope.models.running import ModelRunner, attention_call, run_to
+from lipscope.models.maps import ModelRunner, attention_call, run_to
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error of q, k, v and the output; dtypes not listed are too coarse to decide."""
@@ -65,8 +64,13 @@ def closed_form(
     X = call.hidden
     with torch.no_grad():
         own = attention_call(runner, core, call)
-        if hasattr(core, "closed_heads"):
-            return _stated(core, own, X)
+        closed_heads: Any = getattr(core, "closed_heads", None)
+        if closed_heads is not None:
+            try:
+                f = closed_heads(X.shape[-2]).to(X.device, X.dtype)
+            except UserError:  # it has none after all, for this length or these settings
+                return None
+            return (f, None) if same(f.heads_apart()(X), own.output()) else None
         # SelfAttention has one mask for all heads.
         shared = own.mask is None or own.mask.ndim == 2 or own.mask.shape[1] == 1
         if own.q.shape[-2] != own.k.shape[-2] or not shared:
@@ -75,11 +79,8 @@ def closed_form(
         if (own.ahead or own.chunk is not None) and own.q.shape[-2] ** 2 > LARGE:
             raise LargeMaskError
         try:
-            probed = (
-                attention_call(runner, core, (call.single or call).at(_probe(X)))
-                if known is None
-                else None
-            )
+            probe = (call.single or call).at(_probe(X))
+            probed = attention_call(runner, core, probe) if known is None else None
         except RuntimeError:  # another argument belongs to this sample, and the map is not plain
             return None
         # Rotary conventions (halves or pairs, full or half tables) do not differ in shape:
@@ -100,14 +101,6 @@ def closed_form(
             ):
                 return f, found
     return None
-
-
-def _stated(core: Any, own: AttentionCall, X: Tensor) -> tuple[SelfAttention, None] | None:
-    try:
-        f = core.closed_heads(X.shape[-2]).to(X.device, X.dtype)
-    except UserError:  # it has none after all, for this length or these settings
-        return None
-    return (f, None) if same(f.heads_apart()(X), own.output()) else None
 
 
 def projection_matrix(
@@ -163,8 +156,14 @@ def _rotations(
     plain = torch.arange(size, device=own.q.device)
     yield None, plain, None
     for pair in (*call.args, *call.kwargs.values()):
-        if not (
-            isinstance(pair, tuple | list) and len(pair) == 2 and all(_is_table(t, n) for t in pair)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            continue
+        if not all(
+            isinstance(t, Tensor)
+            and t.ndim in (2, 3)
+            and t.shape[-2] == n
+            and t.is_floating_point()
+            for t in pair
         ):
             continue
         tables = torch.stack([t.reshape(-1, n, t.shape[-1])[0] for t in pair])
@@ -176,29 +175,19 @@ def _rotations(
             "halves, half a table": (2 * width, tables),
             "pairs, half a table": (2 * width, tables),
         }
-        for layout, (turned, angles) in readings.items():
-            if turned <= size and turned % 2 == 0 == size % 2:
-                order = _halves(plain, turned, pairs="pairs" in layout)
-                yield layout, order, _spread(angles, size)
-
-
-def _is_table(t: Any, n: int) -> bool:
-    return isinstance(t, Tensor) and t.ndim in (2, 3) and t.shape[-2] == n and t.is_floating_point()
-
-
-def _halves(plain: Tensor, turned: int, pairs: bool) -> Tensor:
-    """The order that puts a head, whose first `turned` entries rotate, into two rotating halves."""
-    moving = plain[:turned]
-    still = plain[turned:]
-    first, second = (moving[::2], moving[1::2]) if pairs else moving.chunk(2)
-    return torch.cat([first, still[::2], second, still[1::2]])
-
-
-def _spread(angles: Tensor, size: int) -> Rope:
-    """cos and sin [2, n, r / 2] as tables for whole heads; the other entries get angle 0."""
-    cos, sin = angles
-    still = cos.new_zeros(cos.shape[0], size // 2 - cos.shape[1])
-    return Rope(torch.cat([cos, still + 1] * 2, dim=-1), torch.cat([sin, still] * 2, dim=-1))
+        for layout, (turned, (cos, sin)) in readings.items():
+            if turned > size or turned % 2 or size % 2:
+                continue
+            # The first `turned` entries of a head rotate: put it into two rotating halves.
+            moving = plain[:turned]
+            still = plain[turned:]
+            first, second = (moving[::2], moving[1::2]) if "pairs" in layout else moving.chunk(2)
+            order = torch.cat([first, still[::2], second, still[1::2]])
+            # Tables for whole heads: the other entries get angle 0.
+            rest = cos.new_zeros(n, size // 2 - cos.shape[1])
+            cos = torch.cat([cos, rest + 1] * 2, dim=-1)
+            sin = torch.cat([sin, rest] * 2, dim=-1)
+            yield layout, order, Rope(cos, sin)
 
 
 def _solve(

@@ -116,24 +116,14 @@ def _load(
 ) -> Model:
     wanted = check_loading(dtype, random_init)
     with _quiet():
+        reader = None
         if isinstance(source, nn.Module):
-            module = ordinary_module(_live(source, device))
-            reader = None
-            known = module.config.name_or_path
-            commit = None
-            # transformers notes "None" for what was read without a name, as `_read` does it.
-            name = type(module).__name__ if known in (None, "", "None") else str(known)
-            if random_init is not None:
-                device = module.device
-                with live_modules:  # another thread may have set it for a measurement
-                    config = copy.deepcopy(module.config)
-                module = _random(type(module), config, random_init)
+            module, name = _live(source, device, random_init)
+            device = next(source.parameters()).device
         else:
-            repository = _repository(source, revision, weights=random_init is None)
-            module = _read(repository, random_init, wanted, head)
-            reader = repository
-            name = repository.name
-            commit = repository.revision
+            reader = _repository(source, revision, weights=random_init is None)
+            module = _read(reader, random_init, wanted, head)
+            name = reader.name
         owned = reader is not None or random_init is not None
         if head:
             _check_head(module, name)
@@ -148,14 +138,17 @@ def _load(
         words = _tokenizer(tokenizer, reader)
     card = Card(
         name=name,
-        revision=commit,
+        revision=None if reader is None else reader.revision,
         architecture=architecture,
         weights=digest,
         tokenizer=None if words is None else tokenizer_hash(words),
         random_init=random_init,
         dtype=str(wanted).removeprefix("torch."),
         device=str(next(trunk.parameters()).device),
-        versions=_versions(),
+        versions={
+            "python": platform.python_version(),
+            **{p.__name__: p.__version__ for p in (torch, transformers, tokenizers, safetensors)},
+        },
         option=None if reader is None else _option(reader, tokenizer, random_init),
     )
     return Model(
@@ -167,12 +160,6 @@ def _load(
         with_head=module if head else None,
         prefix=_prefix(module, trunk) if reader is None or head else _saved_prefix(trunk),
     )
-
-
-def _versions() -> dict[str, str]:
-    packages = (torch, transformers, tokenizers, safetensors)
-    found = {package.__name__: package.__version__ for package in packages}
-    return {"python": platform.python_version(), **found}
 
 
 def _option(
@@ -250,7 +237,7 @@ def _read(
 ) -> PreTrainedModel:
     """The model of a repository, or the same architecture with random weights."""
     config = repository.config()
-    kinds = _causal_classes(config) if head else _base_classes(config)
+    kinds = _model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING if head else MODEL_MAPPING)
     if head and not kinds:
         raise UserError(
             f"{repository.name} is of type {config.model_type!r}, which has no causal "
@@ -324,19 +311,12 @@ def _read(
     return _in_force(model)
 
 
-def _base_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
-    """The headless model classes that belong to a configuration."""
+def _model_classes(
+    config: PretrainedConfig, mapping: Any = MODEL_MAPPING
+) -> tuple[type[PreTrainedModel], ...]:
+    """The model classes that belong to a configuration; by default those without a head."""
     try:
-        kinds: Any = MODEL_MAPPING.get(type(config), ())
-    except ValueError:  # transformers lists the class, but this installation lacks it
-        return ()
-    return kinds if isinstance(kinds, tuple) else (kinds,)
-
-
-def _causal_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
-    """The classes with a head that predicts the next token."""
-    try:
-        kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+        kinds: Any = mapping.get(type(config), ())
     except ValueError:  # transformers lists the class, but this installation lacks it
         return ()
     return kinds if isinstance(kinds, tuple) else (kinds,)
@@ -366,7 +346,10 @@ def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedModel:
+def _live(
+    module: nn.Module, device: str | torch.device | None, random_init: int | None
+) -> tuple[PreTrainedModel, str]:
+    """A live module, or one like it with random weights; and its name."""
     if not isinstance(module, PreTrainedModel):
         raise UserError(
             f"load takes transformers models, got {type(module).__name__}; "
@@ -393,12 +376,19 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
             f"a live module is measured where it is, on {module.device}; "
             f"drop device={str(device)!r}, or move the module first"
         )
-    return module
+    known = module.config.name_or_path
+    # transformers notes "None" for what was read without a name, as `_read` does it.
+    name = type(module).__name__ if known in (None, "", "None") else str(known)
+    if random_init is None:
+        return ordinary_module(module), name
+    with live_modules:  # another thread may have set it for a measurement
+        config = copy.deepcopy(module.config)
+    return _random(type(module), config, random_init), name
 
 
 def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """The part up to the last hidden state, without heads; the encoder of an encoder-decoder."""
-    trunk: Any = module if type(module) in _base_classes(module.config) else module.base_model
+    trunk: Any = module if type(module) in _model_classes(module.config) else module.base_model
     if not getattr(module.config, "is_encoder_decoder", False):
         return trunk, type(trunk).__name__
     encoder = module.get_encoder()
@@ -445,13 +435,10 @@ def _tokenizer(given: Any, reader: Repository | None) -> Any:
     return given
 
 
-def _is_seed(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**63
-
-
 def check_loading(given: Any, random_init: Any) -> torch.dtype:
     """The dtype to measure in, once it and the seed of random weights are known to be valid."""
-    if random_init is not None and not _is_seed(random_init):
+    seed = isinstance(random_init, int) and not isinstance(random_init, bool)
+    if random_init is not None and not (seed and 0 <= random_init < 2**63):
         raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
     wanted = DTYPES.get(given) if isinstance(given, str) else given or torch.float64
     if wanted is None or wanted not in DTYPES.values():

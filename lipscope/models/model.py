@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 from lipscope._ambient import entry_point, live_modules, unaffected
 from lipscope._types import UserError
 from lipscope.models import tokenizers
-from lipscope.models.attention import NAME
 from lipscope.models.capture import RecordedCall
-from lipscope.models.running import ModelRunner, Preflight, preflight
-from lipscope.models.scopes import WITHOUT_ROUTE, check_scope_names
+from lipscope.models.maps import ModelRunner
+from lipscope.models.scopes import SCOPES, WITHOUT_ROUTE, check_scope_names
 from lipscope.models.sites import Memory, Site, Survey, record
-from lipscope.models.structure import Layer, block_calls, routed_layers
+from lipscope.models.structure import Layer, Preflight, block_calls, preflight, routed_layers
 
 RANKS = {"inputs_embeds": 3, "pixel_values": 4}
 """Number of dimensions of an input, samples first."""
@@ -99,10 +98,11 @@ class Model:
         self.with_head = with_head
         self.prefix = prefix
         self._owned = owned
+        self._runner = ModelRunner(trunk, dtype, owned)
         # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[Any, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
-        self._memory = Memory()
+        self._memory: Memory = {}
 
     def __repr__(self) -> str:
         card = self.card
@@ -197,12 +197,19 @@ class Model:
             input_ids, inputs_embeds=inputs_embeds, pixel_values=pixel_values, inputs=inputs
         )
         self.check_scopes(scopes)
-        chosen = self._chosen_layers(layers)
+        chosen = range(self.layers) if layers is None else layers
+        for i in chosen:
+            if not 0 <= i < self.layers:
+                raise UserError(
+                    f"layer {i} does not exist: {self.card.architecture} has layers "
+                    f"0 to {self.layers - 1}"
+                )
         self.check_heads(heads, chosen)
+        whole = [scope for scope in scopes if SCOPES[scope].per == "model"]
         within = [
-            survey.site(scope, i, heads) for i in chosen for scope in scopes if scope != "model"
+            survey.site(scope, i, heads) for i in chosen for scope in scopes if scope not in whole
         ]
-        return within + [survey.site("model") for scope in scopes if scope == "model"]
+        return within + [survey.site(scope) for scope in whole]
 
     @entry_point
     def survey(
@@ -230,7 +237,9 @@ class Model:
         single = whole.of_first()
         with live_modules:
             self._prepare(single)
-            runner = self._runner(NAME if self.preflight.routed else "eager")
+            runner = self._runner
+            if not self.preflight.routed:
+                runner = replace(runner, implementation="eager")
             if len(whole.hidden) > 1:
                 whole = replace(whole, single=single)
             return record(runner, self._known_layers(), whole, self._memory)
@@ -239,12 +248,12 @@ class Model:
         """Raise UserError for a scope that does not exist, or not for this model."""
         check_scope_names(scopes)
         for scope in scopes:
-            if scope in ("suffix", "model") and not self.preflight.hidden:
+            if SCOPES[scope].last and not self.preflight.hidden:
                 raise UserError(
                     f"{self.card.architecture} returns no hidden states, so scope {scope} is not "
                     "available; use block"
                 )
-            if not self.preflight.routed and scope not in WITHOUT_ROUTE:
+            if SCOPES[scope].routed and not self.preflight.routed:
                 raise UserError(
                     f"{self.preflight.reason}, so scope {scope} is not available; "
                     f"use scope {', '.join(WITHOUT_ROUTE[:-1])} or {WITHOUT_ROUTE[-1]}"
@@ -263,15 +272,6 @@ class Model:
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise UserError for inputs that the model cannot read, token ids above all."""
         self._call(inputs)
-
-    def _chosen_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
-        for i in layers or ():
-            if not 0 <= i < self.layers:
-                raise UserError(
-                    f"layer {i} does not exist: {self.card.architecture} has layers "
-                    f"0 to {self.layers - 1}"
-                )
-        return range(self.layers) if layers is None else layers
 
     def _call(self, inputs: Mapping[str, Any]) -> RecordedCall:
         """The call of the trunk with these arguments, checked, on its device and in its dtype."""
@@ -334,9 +334,6 @@ class Model:
         except ValueError:  # several parts read tokens
             return self.trunk.config
 
-    def _runner(self, implementation: str = NAME) -> ModelRunner:
-        return ModelRunner(self.trunk, self.dtype, self._owned, implementation)
-
     def _prepare(self, single: RecordedCall) -> None:
         """Run the preflight for inputs of this shape; the first time, also find the layers."""
         # Eager attention needs n^2 memory, so only the first tokens of a long text are compared.
@@ -345,13 +342,15 @@ class Model:
         shape = tuple((name, getattr(x, "shape", x)) for name, x in single.kwargs.items())
         if shape not in self._checks:
             new = self._layers is None
-            check, events = preflight(self._runner(), single, self.trunk.modules() if new else ())
+            check, events = preflight(self._runner, single, self.trunk.modules() if new else ())
             if new:
-                self._layers = (
-                    routed_layers(self.trunk, events)
-                    if check.routed
-                    else self._layers_without_route(single)
-                )
+                if check.routed:
+                    self._layers = routed_layers(self.trunk, events)
+                else:  # the blocks of a model with its own attention code
+                    runner = replace(self._runner, implementation="eager")
+                    with torch.no_grad(), runner.ready():
+                        blocks, _ = block_calls(self.trunk, lambda: runner.run(self.trunk, single))
+                    self._layers = [Layer(block, None, 0) for block in blocks]
                 if not self._layers:
                     raise UserError(
                         f"{check.reason}, and lipscope cannot find its blocks: "
@@ -360,13 +359,6 @@ class Model:
             elif check.routed != self.preflight.routed:
                 raise UserError(f"at {check.n} tokens: {check.reason}")
             self._checks[shape] = check
-
-    def _layers_without_route(self, single: RecordedCall) -> list[Layer]:
-        """The blocks of a model with its own attention code."""
-        runner = self._runner("eager")
-        with torch.no_grad(), runner.ready():
-            blocks, _ = block_calls(self.trunk, lambda: runner.run(self.trunk, single))
-        return [Layer(block, None, 0) for block in blocks]
 
     def _known_layers(self) -> list[Layer]:
         with live_modules:

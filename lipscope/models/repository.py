@@ -40,7 +40,7 @@ from lipscope.models.model_files import (
     read_json,
     size_of,
 )
-from lipscope.models.tokenizers import check_lines, check_tokenizer
+from lipscope.models.tokenizers import REMEDY, check_lines, check_tokenizer
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 TOKENIZER = (
@@ -179,7 +179,7 @@ class Repository:
                         elif not (self.folder / "tokenizer.json").exists():
                             raise UserError(
                                 f"{self.name}: {for_terminal(path.name, 100)} is no vocabulary of "
-                                "SentencePiece; pass another tokenizer (tokenizer=, --tokenizer)"
+                                f"SentencePiece; {REMEDY}"
                             )
                         continue
                     content = read_json(path, self.name)
@@ -194,13 +194,10 @@ class Repository:
             raise
         except BaseException as error:  # tokenizers' panics are no Exceptions
             raise UserError(
-                f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); "
-                "pass another one (tokenizer=, --tokenizer)"
+                f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); {REMEDY}"
             ) from error
         if not callable(tokenizer):  # transformers returns False or a class for some nonsense
-            raise UserError(
-                f"{self.name}: its files describe no tokenizer; pass one (tokenizer=, --tokenizer)"
-            )
+            raise UserError(f"{self.name}: its files describe no tokenizer; {REMEDY}")
         tokenizer.name_or_path = self.name
         return tokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -22,26 +23,21 @@ from lipscope.models.closed_form import (
     same,
     select_heads,
 )
-from lipscope.models.maps import Heads, Rerun
-from lipscope.models.running import ModelRunner
+from lipscope.models.maps import Heads, ModelRunner, Rerun
+from lipscope.models.scopes import SCOPES
 from lipscope.models.structure import Layer
 
 NOT_PLAIN = "not plain self-attention"
 
 
-class Memory:
-    """Findings by module; a finding expires when the weights of its module change."""
+Memory = dict[nn.Module, tuple[tuple[tuple[int, int], ...], Any]]
+"""Findings by module; a finding expires when the weights of its module change."""
 
-    def __init__(self) -> None:
-        self._findings: dict[nn.Module, tuple[tuple[tuple[int, int], ...], Any]] = {}
 
-    def get(self, module: nn.Module) -> Any:
-        """The finding about a module, or None."""
-        weights, finding = self._findings.get(module, ((), None))
-        return finding if weights == _mark(module) else None
-
-    def keep(self, module: nn.Module, finding: Any) -> None:
-        self._findings[module] = _mark(module), finding
+def _remembered(memory: Memory, module: nn.Module) -> Any:
+    """The finding about a module, or None."""
+    weights, finding = memory.get(module, ((), None))
+    return finding if weights == _mark(module) else None
 
 
 def _mark(module: nn.Module) -> tuple[tuple[int, int], ...]:
@@ -107,46 +103,15 @@ class Survey:
         self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None
     ) -> Site:
         """The map `scope` at a layer; `heads` restricts the scope heads to some of them."""
+        kind = SCOPES[scope]
+        assert layer is not None or kind.per == "model", f"scope {scope} needs a layer"
+        build = resolve_name(kind.site)
         with live_modules:  # another thread may have lent other weights to the modules
-            if scope == "model":
-                # From the first block's tokens on: what precedes it looks up embeddings, which have
-                # no derivative with respect to token ids.
-                return replace(self._suffix(0), scope="model", layer=None)
-            assert layer is not None, f"scope {scope} needs a layer"
-            match scope:
-                case "heads":
-                    return self._heads(layer, heads)
-                case "attention":
-                    return self._attention(layer)
-                case "suffix":
-                    return self._suffix(layer)
-            block, call = self._block(layer)
-            tap = self._tap(scope, layer)
-            f = Rerun(self.runner, block, call=call, tap=tap)
-            return Site(scope=scope, layer=layer, members=call.samples, f=f, X=call.hidden)
+            found = build(self, layer, heads) if kind.per == "head" else build(self, layer)
+        return replace(found, scope=scope, layer=None if kind.per == "model" else layer)
 
-    def _tap(self, scope: str, i: int) -> Tap | None:
-        """Where in the block of layer i the value of a scope is read; None for its output."""
-        layer = self.layers[i]
-        what = f"{type(layer.block).__name__} (layer {i})"
-        if scope == "residual" and layer.residual is None:
-            raise UserError(
-                f"{what} does not run attention as a separate "
-                "sub-layer, so scope residual is not available; use block"
-            )
-        if scope != "normed":
-            return layer.residual if scope == "residual" else None
-        if not layer.prenorm or layer.projection is None:
-            raise UserError(
-                f"{what} does not normalise its input before "
-                "attention, so scope normed is not available; use residual"
-            )
-        core = self.cores[i]
-        if core is not None and layer.core is not None:
-            _check_tokens(layer.core, i, core)
-        return Tap(layer.projection, "output")
-
-    def _heads(self, i: int, heads: Sequence[int] | None) -> Site:
+    def heads(self, i: int, heads: Sequence[int] | None = None) -> Site:
+        """The heads of layer i, each by itself."""
         core, call = self._core(i)
         chosen = tuple(range(self.layers[i].heads) if heads is None else heads)
         closed = self._closed(i)
@@ -158,7 +123,8 @@ class Survey:
         members = tuple((sample, head) for sample, _ in call.samples for head in chosen)
         return Site(scope="heads", layer=i, members=members, f=f, X=call.hidden)
 
-    def _attention(self, i: int) -> Site:
+    def attention(self, i: int) -> Site:
+        """The attention module of layer i with its output projection."""
         core, call = self._core(i)
         projection = self.layers[i].projection
         if projection is None:
@@ -171,7 +137,7 @@ class Survey:
         f = Rerun(self.runner, core, call=call, tap=tap, then=then)
         site = Site(scope="attention", layer=i, members=call.samples, f=f, X=call.hidden)
         closed = self._closed(i)
-        known = self.memory.get(projection)
+        known = _remembered(self.memory, projection)
         if closed is None or known == NOT_PLAIN:
             return site
         width = closed.V.shape[0] // closed.groups * closed.heads
@@ -179,27 +145,42 @@ class Survey:
         fast = replace(site, f=replace(closed, O=O), offset=b)
         # q, k and v agree, but a gate between heads and projection would still change the value.
         plain = known is not None or same(fast.value(), site.value())
-        self.memory.keep(projection, (O, b) if plain else NOT_PLAIN)
+        self.memory[projection] = _mark(projection), (O, b) if plain else NOT_PLAIN
         return fast if plain else site
 
-    def _closed(self, i: int) -> SelfAttention | None:
-        """The attention module of layer i in closed form, if it is plain self-attention."""
-        if i not in self._found:
-            core, call = self._core(i)
-            known = self.memory.get(core)
-            found = None
-            if known != NOT_PLAIN:
-                try:
-                    # Remembered projections save the probe; if they no longer fit, probe again.
-                    found = closed_form(self.runner, core, call, known) if known else None
-                    found = found or closed_form(self.runner, core, call)
-                    self.memory.keep(core, found[1] if found else NOT_PLAIN)
-                except LargeMaskError:
-                    pass  # nothing to remember: a shorter text may have a closed form
-            self._found[i] = found[0] if found else None
-        return self._found[i]
+    def normed(self, i: int) -> Site:
+        """The normalisation of layer i and its attention."""
+        block, _ = self._block(i)
+        layer = self.layers[i]
+        if not layer.prenorm or layer.projection is None:
+            raise UserError(
+                f"{type(block).__name__} (layer {i}) does not normalise its input before "
+                "attention, so scope normed is not available; use residual"
+            )
+        core = self.cores[i]
+        if core is not None and layer.core is not None:
+            _check_tokens(layer.core, i, core)
+        return self.block(i, Tap(layer.projection, "output"))
 
-    def _suffix(self, i: int) -> Site:
+    def residual(self, i: int) -> Site:
+        """The attention sub-layer of layer i."""
+        block, _ = self._block(i)
+        tap = self.layers[i].residual
+        if tap is None:
+            raise UserError(
+                f"{type(block).__name__} (layer {i}) does not run attention as a separate "
+                "sub-layer, so scope residual is not available; use block"
+            )
+        return self.block(i, tap)
+
+    def block(self, i: int, tap: Tap | None = None) -> Site:
+        """The block of layer i, up to `tap`."""
+        block, call = self._block(i)
+        f = Rerun(self.runner, block, call=call, tap=tap)
+        return Site(scope="block", layer=i, members=call.samples, f=f, X=call.hidden)
+
+    def suffix(self, i: int) -> Site:
+        """Everything from the block of layer i on."""
         block, call = self._block(i)
         f = Rerun(
             self.runner,
@@ -209,6 +190,27 @@ class Survey:
             entry_call=sum(layer.block is block for layer in self.layers[:i]),
         )
         return Site(scope="suffix", layer=i, members=call.samples, f=f, X=call.hidden)
+
+    def model(self, _: int | None = None) -> Site:
+        """Everything from the first block on; embeddings of token ids have no derivative."""
+        return self.suffix(0)
+
+    def _closed(self, i: int) -> SelfAttention | None:
+        """The attention module of layer i in closed form, if it is plain self-attention."""
+        if i not in self._found:
+            core, call = self._core(i)
+            known = _remembered(self.memory, core)
+            found = None
+            if known != NOT_PLAIN:
+                try:
+                    # Remembered projections save the probe; if they no longer fit, probe again.
+                    found = closed_form(self.runner, core, call, known) if known else None
+                    found = found or closed_form(self.runner, core, call)
+                    self.memory[core] = _mark(core), found[1] if found else NOT_PLAIN
+                except LargeMaskError:
+                    pass  # nothing to remember: a shorter text may have a closed form
+            self._found[i] = found[0] if found else None
+        return self._found[i]
 
     def _core(self, i: int) -> tuple[nn.Module, RecordedCall]:
         core = self.layers[i].core

@@ -1,5 +1,7 @@
 """Locate the blocks, attention modules and output projections of a model by watching it run once.
 
+The same run on lipscope's attention is compared with one on eager attention: the preflight.
+
 Modules are recognised by the values that flow through them, not by their names: names differ from
 architecture to architecture, while "this tensor equals s X + c a" means the same in all of them.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lipscope._files import on_one_line
+from lipscope._types import UserError
 from lipscope.models.attention import AttentionCall, listening
-from lipscope.models.capture import Captured, Tap, capture, first_tensor, has_tokens, tensors_of
+from lipscope.models.capture import (
+    Captured,
+    RecordedCall,
+    Tap,
+    capture,
+    first_tensor,
+    has_tokens,
+    leaves,
+    tensors_of,
+)
+from lipscope.models.maps import ModelRunner, run_to
 
 ENTRIES = 4096
 """Maximum number of entries of an activation that are compared with another one."""
+
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Relative difference from eager attention that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +85,7 @@ def watching(modules: Iterable[nn.Module]) -> Iterator[list[Event]]:
     events: list[Event] = []
 
     def note(found: Captured) -> None:
-        value = torch.empty(0)
+        value = torch.empty(0, dtype=torch.float32)
         company = False
         if has_tokens(found.value):
             inward = found.side == "input"
@@ -143,7 +161,8 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
     for event in events:
         match event.side:
             case "input":
-                calls.append(_BlockCall(event.module, list(inside), entry=event.value))
+                nothing = torch.empty(0, dtype=torch.float32)
+                calls.append(_BlockCall(event.module, list(inside), event.value, exit=nothing))
                 inside.append(calls[-1])
             case "output":
                 inside.pop().exit = event.value
@@ -163,7 +182,9 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
         for one in sorted(lists, key=lambda one: isinstance(one, nn.Sequential)):
             # Members that read no tokens are embeddings.
             chain = [call for call in calls if call.module in set(one) and call.entry.numel()]
-            if len(chain) >= len(one) - isinstance(one, nn.Sequential) and _chained(chain):
+            if len(chain) >= len(one) - isinstance(one, nn.Sequential) and all(
+                a.exit.numel() and _same(b.entry, a.exit) for a, b in pairwise(chain)
+            ):
                 break
             chain = []
     numbers = {id(call): i for i, call in enumerate(chain)}
@@ -178,12 +199,7 @@ class _BlockCall:
     module: nn.Module
     inside: list[_BlockCall]
     entry: Tensor
-    exit: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
-def _chained(calls: list[_BlockCall]) -> bool:
-    """Whether each call reads what the one before returned."""
-    return all(a.exit.numel() and _same(b.entry, a.exit) for a, b in pairwise(calls))
+    exit: Tensor
 
 
 def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Module | None:
@@ -206,27 +222,28 @@ def _read_block(
     # The last input of the core before its heads: a core may be entered more than once.
     own = next(e for e in reversed(events[:first]) if e.module is core and e.side == "input")
     prenorm = not _same(own.value, entry)
+    # The first linear map after the heads, if it reads them. Inside the core the heads may be gated
+    # first, so values need not match; outside they must.
+    linear = next(
+        (
+            e
+            for e in events[first + 1 :]
+            if e.side == "input" and getattr(getattr(e.module, "weight", None), "ndim", 0) == 2
+        ),
+        None,
+    )
+    reads = linear is not None and (
+        linear.module in set(core.modules()) or _same(linear.value, events[first].value)
+    )
     return Layer(
         block=blocks[core],
         core=core,
         heads=cores[core],
-        projection=_projection(core, events, first),
+        projection=linear.module if linear is not None and reads else None,
         residual=_residual(entry, events[first + 1 :], prenorm),
         prenorm=prenorm,
         alone=not more and not own.company,
     )
-
-
-def _projection(core: nn.Module, events: list[Event], at: int) -> nn.Module | None:
-    """The first linear map after the heads, if it reads them."""
-    # Inside the core the heads may be gated first, so values need not match; outside they must.
-    inside = set(core.modules())
-    for event in events[at + 1 :]:
-        if event.side == "input" and getattr(getattr(event.module, "weight", None), "ndim", 0) == 2:
-            if event.module in inside or _same(event.value, events[at].value):
-                return event.module
-            return None
-    return None
 
 
 def _residual(entry: Tensor, events: list[Event], prenorm: bool) -> Tap | None:
@@ -272,3 +289,83 @@ def _sample(x: Tensor) -> Tensor:
     step = 1 + (flat.numel() - 1) // ENTRIES
     flat = flat[::step]
     return flat.double() if flat.dtype == torch.float64 else flat.float()
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A forward pass with lipscope's attention compared with an eager one, on n tokens.
+
+    calls:      how often the model called lipscope's attention
+    routed:     whether the model can be measured on lipscope's attention; if not, `reason` says
+                why, and its blocks are measured on eager attention
+    difference: ||y - y_eager|| / ||y_eager|| of the last hidden state, where y is computed with the
+                attention that is measured
+    hidden:     whether the output has an axis of tokens, as hidden states do; scores have none
+    """
+
+    n: int
+    calls: int
+    difference: float
+    routed: bool
+    reason: str = ""
+    hidden: bool = True
+
+
+def preflight(
+    runner: ModelRunner, inputs: RecordedCall, watched: Iterable[nn.Module]
+) -> tuple[Preflight, list[Event]]:
+    """Run the model twice on `inputs`, a batch of one.
+
+    Returns:
+        The comparison, and what passed through `watched` modules on lipscope's attention.
+    """
+    name = type(runner.trunk).__name__
+    try:
+        with torch.no_grad():
+            eager = run_to(replace(runner, implementation="eager"), runner.trunk, inputs)
+    except Exception as error:  # each model raises its own kind of error
+        raise UserError(
+            f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)}); "
+            "if it needs more inputs, give them all: load(...).sites(inputs={...})"
+        ) from error
+    if eager.ndim < 2:
+        raise UserError(
+            f"{name} gives a tensor of shape {tuple(eager.shape)}, not hidden states of tokens; "
+            "choose a model with a transformer trunk"
+        )
+    if not eager.isfinite().all():
+        raise UserError(
+            f"{name} gives non-finite values: some of its weights are missing or too large; "
+            "check its weight files"
+        )
+    if not eager.any():
+        raise UserError(
+            f"{name} maps every token to zero: its weights are all 0; check its weight files"
+        )
+    members = [
+        m for parent in runner.trunk.modules() if isinstance(parent, nn.ModuleList) for m in parent
+    ]
+    ours = None
+    difference = 0.0
+    # With gradients on, as in a measurement: a mask that depends on the input then shows here.
+    with leaves(members), watching(watched) as events:
+        try:
+            ours = run_to(runner, runner.trunk, inputs).detach()
+        except Exception as error:
+            reason = f"{name} does not run on lipscope's attention ({on_one_line(error)})"
+    calls = sum(event.side == "heads" for event in events)
+    if ours is not None and not calls:
+        reason = f"{name} uses its own attention code, which lipscope cannot replace"
+    elif ours is not None:
+        difference = float((ours - eager).double().norm() / eager.double().norm())
+        reason = f"{name} on lipscope's attention differs from eager attention by {difference:.1e}"
+    routed = ours is not None and calls > 0 and difference <= TOLERANCE[runner.dtype]
+    check = Preflight(
+        n=eager.shape[1],
+        calls=calls,
+        difference=difference if routed else 0.0,
+        routed=routed,
+        reason="" if routed else reason,
+        hidden=eager.ndim > 2,
+    )
+    return check, events

@@ -25,6 +25,8 @@ PACE = 10_000
 """Seconds allowed for any text, and characters per further second; usual tokenizers read a hundred
 times more."""
 
+REMEDY = "pass another tokenizer (tokenizer=, --tokenizer)"
+
 T = TypeVar("T")
 
 
@@ -70,14 +72,12 @@ def _in_time(work: Callable[[], T], size: int, name: str) -> T:
         return results[0]
     if not errors:
         raise UserError(
-            f"{name}: its tokenizer has not read {size} characters in {limit:.0f} seconds; "
-            "pass another one (tokenizer=, --tokenizer)"
+            f"{name}: its tokenizer has not read {size} characters in {limit:.0f} seconds; {REMEDY}"
         )
     if isinstance(errors[0], UserError | TypeError):
         raise errors[0]  # the caller's
     raise UserError(
-        f"{name}: its tokenizer fails on the text ({on_one_line(errors[0])}); "
-        "pass another one (tokenizer=, --tokenizer)"
+        f"{name}: its tokenizer fails on the text ({on_one_line(errors[0])}); {REMEDY}"
     ) from errors[0]
 
 
@@ -129,7 +129,8 @@ def check_lines(path: Path, name: str) -> bool:
     where = f"{name}: {for_terminal(path.name, 100)}"
     if path.suffix == ".model" and TIKTOKEN.fullmatch(content) is None:
         return _check_sentencepiece(content, where)
-    _check_count(content.count(b"\n"), where, MOST_ENTRIES)
+    lines = content.count(b"\n")
+    _at_most(MOST_ENTRIES, lines, f"{where} has {lines} entries")
     _check_lengths(map(len, content.split(b"\n")), where)
     return True
 
@@ -141,7 +142,7 @@ def _check_sentencepiece(content: bytes, where: str) -> bool:
         for number, value in _fields(content):
             if number == 1:
                 pieces.append(len(value))  # with its score, which takes seven bytes
-                _check_count(len(pieces), where, MOST_ENTRIES)
+                _at_most(MOST_ENTRIES, len(pieces), f"{where} has {len(pieces)} entries")
             if number == 3:  # the rules of normalisation
                 for key, charsmap in _fields(value):
                     growth = _growth_of_charsmap(charsmap) if key == 2 else 1.0
@@ -183,29 +184,20 @@ def _fields(content: bytes) -> Iterator[tuple[int, bytes]]:
             yield tag >> 3, content[at - size : at]
 
 
-def _check_count(count: int, where: str, most: int) -> None:
-    if count > most:
-        raise UserError(
-            f"{where} has {count} entries, more than {most}; "
-            "pass another tokenizer (tokenizer=, --tokenizer)"
-        )
-
-
 def _check_lengths(lengths: Iterable[int], where: str) -> None:
     splits = sum(length * length for length in lengths)
-    if splits > MOST_SPLITS:
-        raise UserError(
-            f"{where} has tokens of so many characters that their squares add up to {splits}, more "
-            f"than {MOST_SPLITS}; pass another tokenizer (tokenizer=, --tokenizer)"
-        )
+    what = f"tokens of so many characters that their squares add up to {splits}"
+    _at_most(MOST_SPLITS, splits, f"{where} has {what}")
 
 
 def _check_growth(growth: float, where: str, part: str) -> None:
-    if growth > LARGEST_GROWTH:
-        raise UserError(
-            f"{where} has a {part} that makes a text up to {growth:.3g} times longer, more "
-            f"than {LARGEST_GROWTH}; pass another tokenizer (tokenizer=, --tokenizer)"
-        )
+    what = f"a {part} that makes a text up to {growth:.3g} times longer"
+    _at_most(LARGEST_GROWTH, growth, f"{where} has {what}")
+
+
+def _at_most(most: int, found: float, what: str) -> None:
+    if found > most:
+        raise UserError(f"{what}, more than {most}; {REMEDY}")
 
 
 def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
@@ -222,7 +214,8 @@ def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
                 most = MOST_ADDED
             elif "special" in key:
                 most = MOST_SPECIAL
-            _check_count(len(value), f"{where}: {for_terminal(key, 80)!r}", most)
+            what = f"{where}: {for_terminal(key, 80)!r} has {len(value)} entries"
+            _at_most(most, len(value), what)
             if key == "vocab":
                 # Tokens by name, or lists of a token and its score.
                 found = (x[0] if isinstance(x, list) and x else x for x in value)
@@ -248,8 +241,7 @@ def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
             if abs(value) > largest:
                 raise UserError(
                     f"{where} has {for_terminal(key, 80)!r} = {abbreviate(value)}, outside "
-                    f"{-largest} "
-                    f"to {largest}; pass another tokenizer (tokenizer=, --tokenizer)"
+                    f"{-largest} to {largest}; {REMEDY}"
                 )
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         _check_growth(_growth(content.get(part)), where, part)
@@ -268,11 +260,8 @@ def _extremes(values: list[Any]) -> list[Any]:
 def _check_string(text: str, key: str, where: str) -> None:
     longest = next(most for end, most in LONGEST.items() if key.endswith(end))
     longest = LONGEST_ADDED if key in ADDED else longest
-    if len(text) > longest:
-        raise UserError(
-            f"{where} has a string of {len(text)} characters ({for_terminal(text, 20)}), more than "
-            f"{longest}; pass another tokenizer (tokenizer=, --tokenizer)"
-        )
+    what = f"a string of {len(text)} characters ({for_terminal(text, 20)})"
+    _at_most(longest, len(text), f"{where} has {what}")
 
 
 def _growth(part: Any) -> float:
@@ -288,20 +277,16 @@ def _growth(part: Any) -> float:
     if part.get("type") == "Replace" and isinstance(part.get("content"), str):
         return _growth_of_replacement(part.get("pattern"), part["content"])
     if part.get("type") == "Precompiled":
-        return _growth_of_charsmap(_decoded(part.get("precompiled_charsmap")))
+        try:
+            return _growth_of_charsmap(base64.b64decode(part.get("precompiled_charsmap", "")))
+        except (TypeError, ValueError):  # the library refuses it too
+            return _growth_of_charsmap(b"")
     if part.get("type") == "ByteLevel":
         return BYTES
     if part.get("type") == "TemplateProcessing":
         templates = [part.get("single"), part.get("pair")]
         return max(str(template).count("'Sequence'") for template in templates) or 1.0
     return _growth(list(part.values()))
-
-
-def _decoded(charsmap: Any) -> bytes:
-    try:
-        return base64.b64decode(charsmap)
-    except (TypeError, ValueError):
-        return b""  # the library refuses it too
 
 
 def _growth_of_charsmap(charsmap: bytes) -> float:

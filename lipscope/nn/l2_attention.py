@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lipscope._checks import name_bad_argument, norm_name
 from lipscope._types import UserError
-from lipscope.attention.factored import FactoredAttention
-from lipscope.attention.layer import SelfAttention
+from lipscope.attention.layer import FactoredAttention, SelfAttention
 from lipscope.attention.scores import L2, augment
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
 from lipscope.nn.l2_constants import (

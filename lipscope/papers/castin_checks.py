@@ -25,12 +25,11 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.papers.claims import Kind, Numbers, Quoted, Verdict, claim, judged, power_law
-from lipscope.papers.page import Line, Picture
+from lipscope.papers.claims import Claim, Kind, Numbers, Quoted, Verdict, judged, power_law
+from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import STAND_IN, Setting
 from lipscope.probes.bounds import for_one_sequence
-from lipscope.probes.sentence import TextReader, sentence_embedding
-from lipscope.probes.token_target import output_change
+from lipscope.probes.token_target import TextReader, output_change, sentence_embedding
 from lipscope.study.reading import special_frame
 from lipscope.theorems.registry import bounds
 
@@ -52,13 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_heads": 4,
         "hidden_dim": 96,
     },
-    "GPT-2": {
-        "model_type": "gpt2",
-        "vocab_size": 2000,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-    },
+    "GPT-2": {"model_type": "gpt2", "vocab_size": 2000, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "Llama": {"model_type": "llama", **SMALL, "num_key_value_heads": 2},
     "Mistral": {"model_type": "mistral", **SMALL, "num_key_value_heads": 2},
 }
@@ -84,24 +77,25 @@ def run_implementations(setting: Setting) -> Numbers:
         for n in lengths:
             ids = torch.randint(10, 1900, (1, n), generator=g)
             for site in model.sites(ids, scopes=["attention"], layers=[0, model.layers - 1]):
-                if isinstance(site.f, SelfAttention):
-                    found = _enclosed(for_one_sequence(site.f), site.X[0])
-                    rows.append({"model": name, "layer": site.layer, "n": n} | found)
+                if not isinstance(site.f, SelfAttention):
+                    continue
+                f = for_one_sequence(site.f)
+                sigma = local_lipschitz(f, site.X[0])
+                upper = [row for row in bounds(f, Point(site.X[0])) if row.kind == "upper"]
+                best = min(upper, key=lambda row: row.value)
+                rows.append(
+                    {
+                        "model": name,
+                        "layer": site.layer,
+                        "n": n,
+                        "sigma": float(sigma.value),
+                        "paper": next((row.value for row in upper if row.name == CASTIN), None),
+                        "best": best.value,
+                        "name": best.name,
+                        "broken": [row.name for row in upper if row.value < float(sigma.lower)],
+                    }
+                )
     return {"rows": rows}
-
-
-def _enclosed(f: SelfAttention, X: Tensor) -> dict[str, Any]:
-    """sigma, the bound of the paper where it applies, and the smallest upper bound."""
-    found = bounds(f, Point(X))
-    upper = [row for row in found if row.kind == "upper"]
-    best = min(upper, key=lambda row: row.value)
-    return {
-        "sigma": float(local_lipschitz(f, X).value),
-        "paper": next((row.value for row in upper if row.name == CASTIN), None),
-        "best": best.value,
-        "name": best.name,
-        "broken": [row.name for row in upper if row.value < float(local_lipschitz(f, X).lower)],
-    }
 
 
 def judge_implementations(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -173,10 +167,7 @@ def run_attacks(setting: Setting) -> Numbers:
     }
 
 
-Classify = Callable[[Tensor], Tensor]
-
-
-def _classifier(X: Tensor, labels: Tensor) -> Classify:
+def _classifier(X: Tensor, labels: Tensor) -> Callable[[Tensor], Tensor]:
     """Ridge regression on one-hot labels: a linear classifier of sentence embeddings."""
     targets = torch.nn.functional.one_hot(labels, int(labels.max()) + 1).to(X)
     ones = torch.cat([X, torch.ones_like(X[:, :1])], dim=1)
@@ -187,7 +178,11 @@ def _classifier(X: Tensor, labels: Tensor) -> Classify:
 
 
 def _attack_text(
-    model: Model, reader: TextReader, classify: Classify, ids: Sequence[int], seed: int
+    model: Model,
+    reader: TextReader,
+    classify: Callable[[Tensor], Tensor],
+    ids: Sequence[int],
+    seed: int,
 ) -> list[dict[str, Any]]:
     """Every attack on one text: its norm and whether the label changed."""
     X = reader.rows[torch.tensor(list(ids))]
@@ -201,7 +196,8 @@ def _attack_text(
     radii = [share * unit for share in SHARES]
 
     def scores(E: Tensor) -> Tensor:
-        return classify(_pooled(reader.hidden(E)))[:, None]
+        mean = reader.hidden(E).mean(dim=1)
+        return classify(mean / mean.norm(dim=1, keepdim=True).clamp_min(1e-12))[:, None]
 
     found = {
         GUIDED: singular_perturbations(scores, X, radii, seed=seed),
@@ -209,27 +205,16 @@ def _attack_text(
         GRADIENT: gradient_perturbations(scores, X, radii, steps=10, seed=seed),
         RANDOM: random_perturbations(X, radii, seed=seed),
     }
+    tried = [
+        (name, share, e) for name, E in found.items() for share, e in zip(SHARES, E, strict=True)
+    ]
+    tried += [(name, e.norm().item() / unit if unit else 0.0, e) for name, e in swaps.items()]
     with torch.no_grad():
         own = scores(X[None]).argmax()
-        rows = [
+        return [
             {"attack": name, "share": share, "success": bool(scores((X + e)[None]).argmax() != own)}
-            for name, E in found.items()
-            for share, e in zip(SHARES, E, strict=True)
+            for name, share, e in tried
         ]
-        rows += [
-            {
-                "attack": name,
-                "share": e.norm().item() / unit if unit else 0.0,
-                "success": bool(scores((X + e)[None]).argmax() != own),
-            }
-            for name, e in swaps.items()
-        ]
-    return rows
-
-
-def _pooled(hidden: Tensor) -> Tensor:
-    mean = hidden.mean(dim=1)
-    return mean / mean.norm(dim=1, keepdim=True).clamp_min(1e-12)
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
@@ -243,12 +228,11 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 def _rates(numbers: Numbers) -> dict[tuple[str, float | None], tuple[int, int]]:
     """Successes and trials per attack and norm; swaps have norms of their own."""
-    rates: dict[tuple[str, float | None], tuple[int, int]] = {}
+    won: dict[tuple[str, float | None], list[bool]] = {}
     for row in numbers["rows"]:
         key = row["attack"], None if row["attack"] in (SWAP, COPY) else row["share"]
-        won, tried = rates.get(key, (0, 0))
-        rates[key] = won + row["success"], tried + 1
-    return rates
+        won.setdefault(key, []).append(row["success"])
+    return {key: (sum(found), len(found)) for key, found in won.items()}
 
 
 def judge_attacks(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -332,37 +316,15 @@ def judge_long(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def plot_long(numbers: Numbers) -> Picture:
-    n = [r["n"] for r in numbers["rows"]]
-    first = numbers["rows"][0]["sigma"]
-    lines = [
-        Line("σ of the layer", n, [r["sigma"] for r in numbers["rows"]]),
-        Line("√n", n, [first * math.sqrt(x / n[0]) for x in n], "dashes"),
-    ]
-    return Picture("σ over long contexts", "n, tokens", "σ", lines)
+    (line,) = columns(numbers["rows"], "n", {"sigma": "σ of the layer"})
+    root = [line.y[0] * math.sqrt(n / line.x[0]) for n in line.x]
+    return Picture(
+        "σ over long contexts", "n, tokens", "σ", [line, Line("√n", line.x, root, "dashes")]
+    )
 
 
 CLAIMS = [
-    claim(
-        "N1",
-        "the bounds hold for actual implementations, over lengths and architectures",
-        run_implementations,
-        judge_implementations,
-        plot_implementations,
-    ),
-    claim(
-        "N2",
-        "attacks guided by the constant succeed more often than random ones of equal norm",
-        run_attacks,
-        judge_attacks,
-        plot_attacks,
-        needs="AG_NEWS text",
-    ),
-    claim(
-        "S11",
-        "the constant at the context of GPT-4o, 128k tokens, is within reach",
-        run_long,
-        judge_long,
-        plot_long,
-        needs="gpu, a long-context model",
-    ),
+    Claim("N1", run_implementations, judge_implementations, plot_implementations),
+    Claim("N2", run_attacks, judge_attacks, plot_attacks, needs="AG_NEWS text"),
+    Claim("S11", run_long, judge_long, plot_long, needs="gpu, a long-context model"),
 ]

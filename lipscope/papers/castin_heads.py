@@ -21,9 +21,8 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.models.model import Model
 from lipscope.papers.castin_text import released_statistic
-from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, claim, judged, power_law
-from lipscope.papers.page import Line, Picture
-from lipscope.papers.quoted import QUOTED
+from lipscope.papers.claims import QUOTED, Claim, Numbers, Quoted, Verdict, judged, power_law
+from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting
 from lipscope.theorems.castin2024 import large_radius_limit, theorem_witness
 from lipscope.theorems.registry import bounds
@@ -152,13 +151,8 @@ def plot_adversarial(id: str, numbers: Numbers) -> Picture:
     lines = []
     for cut in numbers["reach"]:
         rows = [r for r in numbers["rows"] if r["slice"] == cut]
-        n = [r["n"] for r in rows]
-        for kind, label in (
-            ("sigma", "σ of the layer"),
-            ("statistic", "√‖Jᵀf‖"),
-            ("head", "σ of the head"),
-        ):
-            lines.append(Line(f"{label}, {cut}", n, [r[kind] for r in rows]))
+        labels = {"sigma": "σ of the layer", "statistic": "√‖Jᵀf‖", "head": "σ of the head"}
+        lines += columns(rows, "n", {key: f"{label}, {cut}" for key, label in labels.items()})
     n = sorted({r["n"] for r in numbers["rows"]})
     curve = [quoted["constant"] * math.sqrt(x) for x in n]
     lines.append(Line(f"drawn in the paper: {quoted['constant']:g} √n", n, curve, "dashes"))
@@ -264,22 +258,16 @@ def run_theorems(setting: Setting) -> Numbers:
         }
         for name, layer in layers.items():
             for R, n in ((0.5, 4), (2.0, 16), (4.0, 64)):
-                rows.append({"case": name, "R": R, "n": n} | _between(layer, R, n, setting.seed))
+                ball = Ball(R, n)
+                found = {row.name: row.value for row in bounds(layer, ball)}
+                row = {"case": name, "R": R, "n": n, "upper": found["Castin et al., ball"]}
+                row["lower"] = found.get("Castin et al., ball, from below")
+                row["witness"] = None
+                if row["lower"] is not None:
+                    row["witness"] = sigma(layer, theorem_witness(layer, ball), setting.seed)
+                inputs = explicit_inputs(layer, ball, seed=setting.seed)
+                rows.append(row | {"largest": max(one.value for one in inputs)})
     return {"rows": rows}
-
-
-def _between(f: SelfAttention, R: float, n: int, seed: int) -> dict[str, float | None]:
-    """The largest sigma of the explicit inputs between the bounds of the theorem."""
-    found = {row.name: row.value for row in bounds(f, Ball(R, n))}
-    lower = found.get("Castin et al., ball, from below")
-    at_witness = None if lower is None else sigma(f, theorem_witness(f, Ball(R, n)), seed)
-    largest = max(one.value for one in explicit_inputs(f, Ball(R, n), seed=seed))
-    return {
-        "upper": found["Castin et al., ball"],
-        "lower": lower,
-        "witness": at_witness,
-        "largest": largest,
-    }
 
 
 def judge_theorems(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -357,14 +345,10 @@ def judge_quadratic(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def plot_by_radius(numbers: Numbers) -> Picture:
-    lines = [
-        Line(
-            f"head {i}",
-            [r["R"] for r in numbers["rows"] if r["head"] == i],
-            [r["sigma"] for r in numbers["rows"] if r["head"] == i],
-        )
-        for i in sorted({r["head"] for r in numbers["rows"]})[:4]
-    ]
+    lines = []
+    for i in sorted({r["head"] for r in numbers["rows"]})[:4]:
+        rows = [r for r in numbers["rows"] if r["head"] == i]
+        lines += columns(rows, "R", {"sigma": f"head {i}"})
     curve = [lines[0].y[0] * (R / RADII[0]) ** 2 for R in RADII]
     lines.append(Line("R²", RADII, curve, "dashes"))
     return Picture("One token at zero", "R", "σ", lines)
@@ -408,56 +392,26 @@ def judge_large_radius(numbers: Numbers, quoted: Quoted) -> Verdict:
     return judged(worst < 1e-6 and not wrong and not above, reason, (0.0, worst))
 
 
-def _adversarial(id: str, model: str, says: str) -> Claim:
-    return claim(
+def _adversarial(id: str, model: str, where: str) -> Claim:
+    return Claim(
         id,
-        says,
         partial(run_adversarial, id, model),
         judge_adversarial,
         partial(plot_adversarial, id),
         needs="nothing" if id == "C32" else model,  # its weights are random
+        says=f"{where}: adversarial σ grows like √n",
     )
 
 
 BERT = "bert-base-uncased"
-GROWS = "adversarial σ grows like √n"
 CLAIMS = [
-    _adversarial("C30", BERT, f"BERT, layer 0, head 0, R = 15.5: {GROWS}"),
-    _adversarial("C31", BERT, f"BERT decoder, layer 6, head 7, R = 21.5: {GROWS}"),
-    _adversarial("C32", "gpt2", f"random GPT-2, layer 6, head 0, R = 100: {GROWS}"),
-    _adversarial("C33", "gpt2", f"GPT-2, layer 0, head 0, R = 10: {GROWS}"),
-    claim(
-        "C34",
-        "the bound that the scripts return, compute_bound, is an upper bound of σ",
-        run_released_bound,
-        judge_released_bound,
-        needs=BERT,
-    ),
-    claim(
-        "S1",
-        "Theorems 1 and 2: bounds of order R²√n from above and below, masked and multi-head",
-        run_theorems,
-        judge_theorems,
-    ),
-    claim(
-        "S2",
-        "γR² is between 10² and 10³ in practical Transformers",
-        run_regimes,
-        judge_regimes,
-        plot_regimes,
-        needs=f"{BERT}, Alice text",
-    ),
-    claim(
-        "S3",
-        "one token at zero among tokens of size R: σ grows like R²",
-        run_quadratic,
-        judge_quadratic,
-        plot_by_radius,
-    ),
-    claim(
-        "S4",
-        "large radii: D f tends to V applied to the chosen tokens, at most ‖V‖√n",
-        run_large_radius,
-        judge_large_radius,
-    ),
+    _adversarial("C30", BERT, "BERT, layer 0, head 0, R = 15.5"),
+    _adversarial("C31", BERT, "BERT decoder, layer 6, head 7, R = 21.5"),
+    _adversarial("C32", "gpt2", "random GPT-2, layer 6, head 0, R = 100"),
+    _adversarial("C33", "gpt2", "GPT-2, layer 0, head 0, R = 10"),
+    Claim("C34", run_released_bound, judge_released_bound, needs=BERT),
+    Claim("S1", run_theorems, judge_theorems),
+    Claim("S2", run_regimes, judge_regimes, plot_regimes, needs=f"{BERT}, Alice text"),
+    Claim("S3", run_quadratic, judge_quadratic, plot_by_radius),
+    Claim("S4", run_large_radius, judge_large_radius),
 ]

@@ -1,9 +1,12 @@
-"""Castin et al., statements about measures and depth: transport, masks, flows."""
+"""Castin et al., statements about measures and depth: transport, masks, flows, splitting.
+
+A token splits where copies of it that move apart react more than the token as a whole.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, permutations
 
 import torch
@@ -12,6 +15,7 @@ from torch import Generator, Tensor
 from lipscope import Ball
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
+from lipscope.attack.tokens import guided_swaps, projected_swaps, random_swaps
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.dynamics.clusters import find_clusters
@@ -19,12 +23,15 @@ from lipscope.dynamics.gaussian import gaussian_flow
 from lipscope.dynamics.particles import flow, layered
 from lipscope.linalg.local import local_lipschitz
 from lipscope.mean_field.dirac_families import transition, two_diracs
+from lipscope.mean_field.duplication import splitting, splitting_map, splitting_table
 from lipscope.mean_field.measures import DiscreteMeasure, push
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound_geshkovski2023
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law
-from lipscope.papers.page import Line, Picture
+from lipscope.models.loading import load
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged, power_law
+from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting
+from lipscope.probes.token_target import layer_sigma
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
@@ -84,11 +91,10 @@ def judge_mean_field(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 def plot_mean_field(numbers: Numbers) -> Picture:
     rows = [r for r in numbers["rows"] if r["A"] == -1]
-    R = [r["R"] for r in rows]
     lines = [
-        Line("‖D‖ of two Diracs", R, [r["sigma"] for r in rows]),
-        Line("(γ/2)R²exp(γR²)", R, [r["guaranteed"] for r in rows], "dashes"),
-        Line("published upper bound", R, [r["upper"] for r in rows], "line"),
+        *columns(rows, "R", {"sigma": "‖D‖ of two Diracs"}),
+        *columns(rows, "R", {"guaranteed": "(γ/2)R²exp(γR²)"}, "dashes"),
+        *columns(rows, "R", {"upper": "published upper bound"}, "line"),
     ]
     return Picture("Two Diracs, A = -1", "R", "constant", lines, log="y")
 
@@ -180,9 +186,8 @@ def plot_masked(numbers: Numbers) -> Picture:
     rows = numbers["rows"]
     lines = []
     for p in dict.fromkeys(r["p"] for r in rows):
-        part = [r for r in rows if r["p"] == p]
         name = f"d_{p:g}" if math.isfinite(p) else "d_∞"
-        lines.append(Line(name, [r["n"] for r in part], [r["constant"] for r in part]))
+        lines += columns([r for r in rows if r["p"] == p], "n", {"constant": name})
     n = sorted({r["n"] for r in rows})
     lines.append(Line("claimed bound", n, [numbers["claimed"]] * len(n), "dashes"))
     return Picture("Averages over the past", "n, tokens", "constant", lines, log="x")
@@ -218,38 +223,34 @@ def plot_depth(numbers: Numbers) -> Picture:
     )
 
 
-def run_clusters(gaussian: bool) -> Callable[[Setting], Numbers]:
+def run_clusters(gaussian: bool, setting: Setting) -> Numbers:
     """Tokens through the flow with A = V = I, renormalised; uniform in a disc or Gaussian."""
-
-    def run(setting: Setting) -> Numbers:
-        g = Generator().manual_seed(setting.seed)
-        I = torch.eye(2, dtype=torch.float64)
-        f = SelfAttention(I, I, I, kernel=Dot(scale=1.0))
-        rows = []
-        for _ in range(2 if setting.quick else 10):
-            X = torch.randn(40, 2, generator=g, dtype=torch.float64)
-            if not gaussian:
-                length = torch.rand(40, 1, generator=g, dtype=torch.float64).sqrt()
-                X = X / X.norm(dim=1, keepdim=True) * length * 2
-            path = flow(f, X, 8.0, renormalise=True)
-            found = find_clusters(path)
-            rows.append(
-                {
-                    "tokens": 40,
-                    "clusters": len(found),
-                    "clear": found.clear,
-                    "vertices": int(found.extreme.sum()),
-                    "spread": path.renormalised.norm(dim=-1).amax(dim=1).tolist()[::8],
-                }
-            )
-        numbers: Numbers = {"rows": rows}
-        if gaussian:
-            # In the limit of many tokens the law stays Gaussian and blows up at 1 / (2 s).
-            law = gaussian_flow(f, torch.zeros(2, dtype=torch.float64), I / 4, 3.0)
-            numbers |= {"blow-up": law.blow_up, "predicted blow-up": 1 / (2 * 0.25)}
-        return numbers
-
-    return run
+    g = Generator().manual_seed(setting.seed)
+    I = torch.eye(2, dtype=torch.float64)
+    f = SelfAttention(I, I, I, kernel=Dot(scale=1.0))
+    rows = []
+    for _ in range(2 if setting.quick else 10):
+        X = torch.randn(40, 2, generator=g, dtype=torch.float64)
+        if not gaussian:
+            length = torch.rand(40, 1, generator=g, dtype=torch.float64).sqrt()
+            X = X / X.norm(dim=1, keepdim=True) * length * 2
+        path = flow(f, X, 8.0, renormalise=True)
+        found = find_clusters(path)
+        rows.append(
+            {
+                "tokens": 40,
+                "clusters": len(found),
+                "clear": found.clear,
+                "vertices": int(found.extreme.sum()),
+                "spread": path.renormalised.norm(dim=-1).amax(dim=1).tolist()[::8],
+            }
+        )
+    numbers: Numbers = {"rows": rows}
+    if gaussian:
+        # In the limit of many tokens the law stays Gaussian and blows up at 1 / (2 s).
+        law = gaussian_flow(f, torch.zeros(2, dtype=torch.float64), I / 4, 3.0)
+        numbers |= {"blow-up": law.blow_up, "predicted blow-up": 1 / (2 * 0.25)}
+    return numbers
 
 
 def judge_clusters(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -400,53 +401,164 @@ def judge_end_of_root(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def plot_end_of_root(numbers: Numbers) -> Picture:
-    x = [r["predicted"] for r in numbers["rows"]]
     lines = [
-        Line("σ within 10 % of its limit", x, [r["reached"] for r in numbers["rows"]]),
-        Line("exp(2γR²)", x, x, "dashes"),
+        *columns(numbers["rows"], "predicted", {"reached": "σ within 10 % of its limit"}),
+        *columns(numbers["rows"], "predicted", {"predicted": "exp(2γR²)"}, "dashes"),
     ]
     return Picture("Where √n stops", "exp(2γR²)", "n, tokens", lines)
 
 
+def run_where_split(setting: Setting) -> Numbers:
+    """The share of pairs on the line that split, on two grids, and one pair by transport."""
+    f = line_attention(-1.0)
+    shares = []
+    for points in (21, 41) if setting.quick else (41, 81):
+        positions = torch.linspace(-4, 4, points, dtype=torch.float64)
+        gain = splitting_map(f, positions).gain
+        shares.append((gain > 1 + 1e-9).double().mean().item())
+    return {"shares": shares, "largest": gain.max().item()} | _one_pair(f)
+
+
+def _one_pair(f: SelfAttention) -> Numbers:
+    """The tokens 0 and 4: moved as a whole, and with one of them in two halves, by transport."""
+    found = splitting(f, torch.tensor([[0.0], [4.0]], dtype=torch.float64))
+    mu = found.measure
+    halves = found.halves(1e-5)
+    return {
+        "whole": found.together.value,
+        "split": found.value,
+        "by transport": wasserstein(push(f, halves), push(f, mu)) / wasserstein(halves, mu),
+    }
+
+
+def judge_where_split(numbers: Numbers, quoted: Quoted) -> Verdict:
+    coarse, fine = numbers["shares"]
+    reason = (
+        f"{100 * coarse:.1f} % of the pairs of a grid split, {100 * fine:.1f} % of a grid twice as "
+        f"fine: an open set, so infinitely many; the largest gain on it is {numbers['largest']:.3g}"
+    )
+    return judged(
+        fine > 0 and 0.5 < coarse / fine < 2, reason, (min(coarse, fine), max(coarse, fine))
+    )
+
+
+def run_split_attack(setting: Setting) -> Numbers:
+    return _one_pair(line_attention(-1.0))
+
+
+def judge_split_attack(numbers: Numbers, quoted: Quoted) -> Verdict:
+    gain = numbers["split"] / numbers["whole"]
+    error = numbers["by transport"] / numbers["split"]
+    reason = (
+        f"tokens 0 and 4: {numbers['whole']:.4f} as a whole, {numbers['split']:.4f} in halves; "
+        f"moved by optimal transport {numbers['by transport']:.4f}"
+    )
+    return judged(gain > 1 and abs(error - 1) < 1e-3, reason, (numbers["whole"], numbers["split"]))
+
+
+def run_copies(setting: Setting) -> Numbers:
+    """The constant with every atom in 1, 2, 3 and 8 copies."""
+    g = Generator().manual_seed(setting.seed)
+    rows = []
+    for i in range(3 if setting.quick else 20):
+        X = torch.tensor([[0.0], [4.0]], dtype=torch.float64)
+        if i:
+            X = 4 * torch.randn(3, 1, generator=g, dtype=torch.float64)
+        f = line_attention(-1.0)
+        mu = DiscreteMeasure.uniform(X)
+        rows.append(
+            {str(k): sigma_of(f, mu if k == 1 else mu.split(k)) for k in (1, 2, 3, 8)}
+            | {"theorem": splitting(f, mu).value}
+        )
+    return {"rows": rows}
+
+
+def judge_copies(numbers: Numbers, quoted: Quoted) -> Verdict:
+    rows = numbers["rows"]
+    error = max(abs(r[k] / r["theorem"] - 1) for r in rows for k in ("2", "3", "8"))
+    gain = max(r["2"] / r["1"] for r in rows)
+    reason = (
+        f"answered: 2, 3 and 8 copies of every token give the same constant to {error:.0e}, "
+        f"up to {gain:.3g} times that of whole tokens"
+    )
+    return judged(error < 1e-6 and gain > 1, reason)
+
+
+def run_features(setting: Setting) -> Numbers:
+    """Three words replaced: by the gradient, by projecting an ascent in features, at random."""
+    model = load(setting.folder("bert-base-uncased"), dtype="float32")
+    words, _ = setting.text("ag_news")
+    ids = model.encode(words)
+    length, texts = (12, 1) if setting.quick else (32, 6)
+    layer = model.layers // 2
+    rows = []
+    for i in setting.track(range(texts)):
+        own = ids[i * length : (i + 1) * length]
+        target = layer_sigma(model, layer, seed=setting.seed)
+        guided = guided_swaps(target, own, 3, width=8, seed=setting.seed)
+        found = {
+            "guided": guided,
+            "projected": projected_swaps(target, own, 3, steps=10),
+            "random": random_swaps(target, own, 3, tries=guided.measured - 1, seed=setting.seed),
+        }
+        rows.append({name: one.factor for name, one in found.items()})
+    return {"rows": rows, "layer": layer}
+
+
+def judge_features(numbers: Numbers, quoted: Quoted) -> Verdict:
+    rows = numbers["rows"]
+    mean = {k: math.exp(sum(math.log(r[k]) for r in rows) / len(rows)) for k in rows[0]}
+    lost = math.log(mean["projected"]) < 0.5 * math.log(mean["guided"])
+    reason = (
+        f"answered: {'not by projection' if lost else 'by projection too'}; three words raise σ of "
+        f"layer {numbers['layer']} "
+        f"{mean['guided']:.3f} times when the gradient picks words, {mean['projected']:.3f} times "
+        f"when an ascent in features is projected to words, {mean['random']:.3f} times at random"
+    )
+    return judged(lost, reason, (mean["projected"], mean["guided"]))
+
+
+def run_which_split(setting: Setting) -> Numbers:
+    tries = 60 if setting.quick else 2000
+    rows = splitting_table(n=3, tries=tries, seed=setting.seed)
+    return {"rows": [{"map": r.name, "equal": r.equal, "free": r.free} for r in rows]}
+
+
+def judge_which_split(numbers: Numbers, quoted: Quoted) -> Verdict:
+    gains = {r["map"]: max(r["equal"], r["free"]) for r in numbers["rows"]}
+    never = [name for name in gains if "L2" in name]
+    dots = [name for name in gains if "L2" not in name]
+    reason = (
+        f"answered: {sum(gains[n] > 1 + 1e-6 for n in never)} of {len(never)} maps by squared "
+        f"distances split (largest gain {max(gains[n] for n in never):.4f}), and "
+        f"{sum(gains[n] > 1 + 1e-6 for n in dots)} of {len(dots)} dot-product maps, by up to "
+        f"{max(gains[n] for n in dots):.3g}"
+    )
+    split = all(gains[n] > 1 + 1e-6 for n in dots)
+    return judged(split and all(gains[n] <= 1 + 1e-6 for n in never), reason)
+
+
+def plot_which_split(numbers: Numbers) -> Picture:
+    rows = [[r["map"], f"{r['equal']:.4f}", f"{r['free']:.4f}"] for r in numbers["rows"]]
+    return Picture(
+        "Largest gains found, 3 tokens", columns=["map", "equal weights", "free weights"], rows=rows
+    )
+
+
 CLAIMS = [
-    claim(
-        "S5",
-        "mean field: at least (γ/2)R²exp(γR²), reached with n of order exp(2γR²) tokens",
-        run_mean_field,
-        judge_mean_field,
-        plot_mean_field,
-    ),
-    claim("S6", "W₂ compares measures by the optimal plan, not by index", run_plans, judge_plans),
-    claim(
-        "S7",
-        "masked attention on measures has the same upper bound as without a mask",
-        run_masked,
-        judge_masked,
-        plot_masked,
-    ),
-    claim("S8", "L layers of step 1/L tend to the flow", run_depth, judge_depth, plot_depth),
-    claim("S9", "renormalised tokens form clusters", run_clusters(False), judge_clusters),
-    claim("S10", "Gaussian tokens form clusters too", run_clusters(True), judge_clusters),
-    claim(
-        "V1",
-        "the lower bound of order R²exp(γR²) is nearly attained by two Diracs",
-        run_near_equality,
-        judge_near_equality,
-        plot_near_equality,
-    ),
-    claim("V3", "gradient ascent on σ finds the worst inputs", run_ascent, judge_ascent),
-    claim(
-        "V5",
-        "open question: how the constant scales with length",
-        run_length_scaling,
-        judge_length_scaling,
-        plot_length_scaling,
-    ),
-    claim(
-        "N3",
-        "√n is tight up to a number of tokens of order exp(2γR²)",
-        run_end_of_root,
-        judge_end_of_root,
-        plot_end_of_root,
-    ),
+    Claim("S5", run_mean_field, judge_mean_field, plot_mean_field),
+    Claim("S6", run_plans, judge_plans),
+    Claim("S7", run_masked, judge_masked, plot_masked),
+    Claim("S8", run_depth, judge_depth, plot_depth),
+    Claim("S9", partial(run_clusters, False), judge_clusters),
+    Claim("S10", partial(run_clusters, True), judge_clusters),
+    Claim("V1", run_near_equality, judge_near_equality, plot_near_equality),
+    Claim("V3", run_ascent, judge_ascent),
+    Claim("V5", run_length_scaling, judge_length_scaling, plot_length_scaling),
+    Claim("N3", run_end_of_root, judge_end_of_root, plot_end_of_root),
+    Claim("V2", run_where_split, judge_where_split),
+    Claim("V4", run_split_attack, judge_split_attack),
+    Claim("V6", run_copies, judge_copies),
+    Claim("V7", run_features, judge_features, needs="bert-base-uncased, AG_NEWS text"),
+    Claim("V8", run_which_split, judge_which_split, plot_which_split),
 ]

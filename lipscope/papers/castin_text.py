@@ -24,9 +24,17 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.models.sites import Site
-from lipscope.papers.claims import Claim, Fit, Numbers, Quoted, Verdict, claim, judged, power_law
+from lipscope.papers.claims import (
+    QUOTED,
+    Claim,
+    Fit,
+    Numbers,
+    Quoted,
+    Verdict,
+    judged,
+    power_law,
+)
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.quoted import QUOTED
 from lipscope.papers.setting import Setting
 
 RELEASED = "as released"
@@ -308,27 +316,31 @@ def plot_magnitude(layer: int, numbers: Numbers) -> Picture:
 def _figure(id: str, subject: Subject, text: str, layer: int, axis: str) -> Claim:
     """The claim of one figure."""
     book = {"alice": "Alice", "ag_news": "AG_NEWS"}[text]
-    where = f"{subject.words}, layer {layer}, {book}"
     needs = [] if subject.random else [subject.name]
     needs += [f"{book} text"] + (["tokenizer of gpt2"] if subject.random else [])
+    plot: Callable[[Numbers], Picture] = partial(plot_length, layer, id)
     if axis == "radius":
-        says = f"{where}: σ grows with the radius of the tokens"
+        says = "σ grows with the radius of the tokens"
         judge = judge_radius
         plot = partial(plot_radius, layer)
     elif axis == "magnitude":
-        says = f"{where}: the size of tokens depends on their number"
+        says = "the size of tokens depends on their number"
         judge = judge_magnitude
         plot = partial(plot_magnitude, layer)
     elif "exponent" in QUOTED[id].values:
-        says = f"{where}: σ grows like n^{QUOTED[id]['exponent']:g}"
+        says = f"σ grows like n^{QUOTED[id]['exponent']:g}"
         judge = judge_exponent
-        plot = partial(plot_length, layer, id)
     else:
-        says = f"{where}: the figure shows σ over n"
+        says = "the figure shows σ over n"
         judge = judge_plotted
-        plot = partial(plot_length, layer, id)
-    run = partial(measure_figure, subject, text)
-    return claim(id, says, run, partial(judge, layer), plot, needs=", ".join(needs))
+    return Claim(
+        id,
+        partial(measure_figure, subject, text),
+        partial(judge, layer),
+        plot,
+        needs=", ".join(needs),
+        says=f"{subject.words}, layer {layer}, {book}: {says}",
+    )
 
 
 CLAIMS = [

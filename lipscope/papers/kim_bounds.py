@@ -19,8 +19,8 @@ from lipscope.attention.scores import L2
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law
-from lipscope.papers.page import Line, Picture
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged, power_law
+from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting
 from lipscope.theorems.registry import bounds
 
@@ -132,20 +132,24 @@ def judge_tightness(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 def plot_tightness(numbers: Numbers) -> Picture:
     rows = numbers["rows"]
-    N = [row["N"] for row in rows]
-    x = [mean_distance(row["bound"]) for row in rows]
-    closed = [4 * phi + (1 - phi) / (1 + phi) for phi in x]
+    closed = []
+    for row in rows:
+        x = mean_distance(row["bound"])
+        closed.append(4 * x + (1 - x) / (1 + x))
+    found = {
+        "best": f"best of {numbers['starts']} starts",
+        "fifth": "fifth best",
+        "two sides": "start on two sides",
+    }
     return Picture(
         title="L2 attention, D = H = 1: constant for the largest coordinate",
         x="number of tokens N",
         y="Lipschitz constant, norm inf",
         log="x",
         lines=[
-            Line("bound", N, [row["bound"] for row in rows], "dashes"),
-            Line("closed form, attained for odd N", N, closed, "line"),
-            Line(f"best of {numbers['starts']} starts", N, [row["best"] for row in rows]),
-            Line("fifth best", N, [row["fifth"] for row in rows]),
-            Line("start on two sides", N, [row["two sides"] for row in rows]),
+            *columns(rows, "N", {"bound": "bound"}, "dashes"),
+            Line("closed form, attained for odd N", [row["N"] for row in rows], closed, "line"),
+            *columns(rows, "N", found),
         ],
     )
 
@@ -218,16 +222,15 @@ def judge_looseness(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 def plot_looseness(numbers: Numbers) -> Picture:
     rows = numbers["rows"]
-    N = [row["N"] for row in rows]
+    found = {"best": f"best of {numbers['starts']} starts", "two sides": "start on two sides"}
     return Picture(
         title="L2 attention, D = H = 1: constant in the Euclidean norm",
         x="number of tokens N",
         y="Lipschitz constant, norm 2",
         lines=[
-            Line("bound of the paper", N, [row["bound"] for row in rows], "dashes"),
-            Line("bound of lipscope", N, [row["sharper"] for row in rows], "line"),
-            Line(f"best of {numbers['starts']} starts", N, [row["best"] for row in rows]),
-            Line("start on two sides", N, [row["two sides"] for row in rows]),
+            *columns(rows, "N", {"bound": "bound of the paper"}, "dashes"),
+            *columns(rows, "N", {"sharper": "bound of lipscope"}, "line"),
+            *columns(rows, "N", found),
         ],
     )
 
@@ -330,30 +333,25 @@ def plot_unbounded(numbers: Numbers) -> Picture:
     rows = numbers["heads"][0]["rows"]
     R = [row["R"] for row in rows]
     names = {"entry": "largest entry", "1": "norm 1", "2": "norm 2", "inf": "norm inf"}
-    lines = [Line(words, R, [row[name] for row in rows]) for name, words in names.items()]
     first = rows[0]["2"] / R[0] ** 2
     return Picture(
         title="Dot-product attention: the Jacobian at a token at 0 among tokens at +-R u",
         x="radius R",
         y="norm of the Jacobian",
-        lines=[Line("R^2", R, [first * r**2 for r in R], "dashes"), *lines],
+        lines=[Line("R^2", R, [first * r**2 for r in R], "dashes"), *columns(rows, "R", names)],
     )
 
 
 def run_rates(setting: Setting) -> Numbers:
     """Both bounds of the paper by length, and lipscope's, over two decades and more."""
     layer = unit_layer()
-    rows = []
-    for power in range(4, 15 if setting.quick else 18):
-        N = 2**power
-        rows.append(
-            {
-                "N": N,
-                "inf": layer.lipschitz_bound(N, math.inf),
-                **upper_bounds(layer.as_map(N), N),
-            }
-        )
-    return {"rows": rows}
+    lengths = [2**power for power in range(4, 15 if setting.quick else 18)]
+    return {
+        "rows": [
+            {"N": N, "inf": layer.lipschitz_bound(N, math.inf)} | upper_bounds(layer.as_map(N), N)
+            for N in lengths
+        ]
+    }
 
 
 def judge_rates(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -381,46 +379,18 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 
 def plot_rates(numbers: Numbers) -> Picture:
-    rows = numbers["rows"]
-    N = [row["N"] for row in rows]
     names = {"inf": "paper, norm inf", "bound": "paper, norm 2", "sharper": "lipscope, norm 2"}
     return Picture(
         title="Bounds of L2 attention by length, D = H = 1",
         x="number of tokens N",
         y="bound",
-        lines=[
-            Line(words, N, [row[name] for row in rows], "line") for name, words in names.items()
-        ],
+        lines=columns(numbers["rows"], "N", names, "line"),
     )
 
 
 CLAIMS = [
-    claim(
-        "K1",
-        "for the largest coordinate the bound of L2 attention is asymptotically tight",
-        run_tightness,
-        judge_tightness,
-        plot_tightness,
-    ),
-    claim(
-        "K2",
-        "in the Euclidean norm the same search stays far below the bound",
-        run_looseness,
-        judge_looseness,
-        plot_looseness,
-    ),
-    claim(
-        "K9",
-        "dot-product attention has no Lipschitz constant, in any p-norm",
-        run_unbounded,
-        judge_unbounded,
-        plot_unbounded,
-    ),
-    claim(
-        "K10",
-        "the bounds grow like log N (largest coordinate) and sqrt(N) log N (Euclidean)",
-        run_rates,
-        judge_rates,
-        plot_rates,
-    ),
+    Claim("K1", run_tightness, judge_tightness, plot_tightness),
+    Claim("K2", run_looseness, judge_looseness, plot_looseness),
+    Claim("K9", run_unbounded, judge_unbounded, plot_unbounded),
+    Claim("K10", run_rates, judge_rates, plot_rates),
 ]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.invertible import InvertibleResidual
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
-from lipscope.papers.page import Line, Picture
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.papers.page import Picture, columns
 from lipscope.papers.setting import Setting
 
 CONSTANT = 0.9
@@ -31,6 +31,8 @@ SPREAD = 0.25
 
 WEIGHTS = (1.0, 2.0, 3.0)
 """Weights of queries and keys of the single layers whose mass is compared."""
+
+KINDS = ("dot product", "contractive L2")
 
 REACH = 10.0
 """The grids of the integrals cover [-REACH, REACH] in both tokens."""
@@ -154,10 +156,13 @@ def run_flow(setting: Setting) -> Numbers:
         flow = trained_flow(attention, learned, steps, setting.seed)
         found[name] = flow.log_density(test).detach()
     # Differences on the same pairs: what they have in common does not add to the error.
-    rows = {name: _scores(values - found["Gaussian"]) for name, values in found.items()}
+    gains = {name: values - found["Gaussian"] for name, values in found.items()}
     setting.progress(2, 3)
     return {
-        "rows": rows,
+        "rows": {
+            name: {"gain": x.mean().item(), "error": x.std().item() / math.sqrt(len(x))}
+            for name, x in gains.items()
+        },
         "mass": integral(lambda x: flow.log_density(x).exp(), 201),
         "layers": [
             {
@@ -169,10 +174,6 @@ def run_flow(setting: Setting) -> Numbers:
         ],
         **_checks(flow, test[:64]),
     }
-
-
-def _scores(gain: Tensor) -> dict[str, float]:
-    return {"gain": gain.mean().item(), "error": gain.std().item() / math.sqrt(len(gain))}
 
 
 def _checks(flow: PairFlow, x: Tensor) -> dict[str, float]:
@@ -221,16 +222,12 @@ def _listed(values: Iterable[float]) -> str:
 
 
 def plot_flow(numbers: Numbers) -> Picture:
-    layers = numbers["layers"]
     return Picture(
         title="Mass of what a residual of one attention layer calls a density",
         x="weights of queries and keys",
         y="mass",
         log="",
-        lines=[
-            Line(name, [r["weight"] for r in layers], [r[name] for r in layers])
-            for name in ("dot product", "contractive L2")
-        ],
+        lines=columns(numbers["layers"], "weight", {name: name for name in KINDS}),
         columns=["density", "log-likelihood above a Gaussian, nats per pair", "standard error"],
         rows=[
             [name, f"{row['gain']:.3f}", f"{row['error']:.3f}"]
@@ -240,11 +237,5 @@ def plot_flow(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim(
-        "A1",
-        "contractive attention gives residual flows with a correct density; dot product does not",
-        run_flow,
-        judge_flow,
-        plot_flow,
-    )
+    Claim("A1", run_flow, judge_flow, plot_flow),
 ]

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.papers.charlm.characters import penn_treebank
 from lipscope.papers.charlm.language_model import VARIANTS
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
-from lipscope.papers.page import Line, Picture
-from lipscope.papers.setting import Setting
-from lipscope.papers.trainings import Plan, Schedule, Stack
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.papers.page import Line, Picture, columns
+from lipscope.papers.setting import Setting, penn_treebank
+from lipscope.papers.trainings import Plan, Stack
 
 DIM = 32
 HEADS = 4
@@ -65,6 +66,10 @@ def run_inversion(setting: Setting) -> Numbers:
             ContractiveL2Attention(DIM, HEADS, c).double().requires_grad_(False) for c in CONSTANTS
         ]
     f = dot.as_map(TOKENS)
+
+    def scaled(factor: float, x: Tensor) -> Tensor:
+        return factor * dot(x)
+
     sizes = SIZES[::2] if setting.quick else SIZES
     count, steps = (1, 50) if setting.quick else (8, 200)
     g = torch.Generator().manual_seed(setting.seed)
@@ -80,16 +85,12 @@ def run_inversion(setting: Setting) -> Numbers:
                     "constant": c,
                     "size": size,
                     "dot sigma": c / unit * largest_sigma(f, X),
-                    "dot": inverse_error(_scaled(dot, c / unit), X, steps),
+                    "dot": inverse_error(partial(scaled, c / unit), X, steps),
                     "contractive sigma": largest_sigma(layer.as_map(TOKENS), X),
                     "contractive": inverse_error(layer, X, steps),
                 }
             )
     return {"rows": rows}
-
-
-def _scaled(g: nn.Module, factor: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: factor * g(x)
 
 
 def largest_sigma(f: Callable[[Tensor], Tensor], X: Tensor) -> float:
@@ -147,18 +148,8 @@ PLAN = Plan(
     steps=1000,
     seeds=1,
 )
-QUICK_PLAN = Plan(
-    depths=(2,),
-    rates=(1e-2,),
-    variants=("dot", "L2 tied"),
-    width=32,
-    heads=2,
-    context=32,
-    batch=8,
-    steps=60,
-    seeds=1,
-    warmup=10,
-)
+SMALL: dict[str, Any] = {"width": 32, "heads": 2, "context": 32, "batch": 8}
+QUICK_PLAN = replace(PLAN, **SMALL, rates=(1e-2,), steps=60, warmup=10)
 
 
 def run_output_range(setting: Setting) -> Numbers:
@@ -170,8 +161,7 @@ def run_output_range(setting: Setting) -> Numbers:
         variant = VARIANTS[name]
         shape = plan.architecture(len(text.alphabet), variant, plan.depths[0])
         stack = Stack(shape, [setting.seed], [plan.rates[0]], "cpu", variant.model)
-        schedule = Schedule(plan.steps, plan.batch, plan.rate, plan.clip)
-        stack.train(text, schedule, plan.steps, lambda *_: None)
+        stack.train(text, plan)
         loss = stack.test_losses(text, 64)[0].item()
         layers = [m for m in stack.model(0).modules() if isinstance(m, AttentionLayer)]
         rows += [
@@ -244,8 +234,7 @@ def plot_output_range(numbers: Numbers) -> Picture:
     for name in ("dot", "L2 tied"):
         for layer in sorted({row["layer"] for row in numbers["rows"]}):
             rows = [r for r in numbers["rows"] if (r["variant"], r["layer"]) == (name, layer)]
-            x, y = ([row[key] for row in rows] for key in ("size", "range"))
-            lines.append(Line(f"{name}, layer {layer}", x, y))
+            lines += columns(rows, "size", {"range": f"{name}, layer {layer}"})
     return Picture(
         title="Range of the outputs of trained attention over the range of its inputs",
         x="standard deviation of the tokens",
@@ -255,21 +244,6 @@ def plot_output_range(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim(
-        "K3",
-        "fixed-point iteration inverts x + g(x) for contractive L2 attention, and fails for "
-        "dot product where its Jacobian is large",
-        run_inversion,
-        judge_inversion,
-        plot_inversion,
-    ),
-    claim(
-        "K6",
-        "at far tokens the outputs of trained L2 attention stay in the range of the inputs, "
-        "those of dot product do not",
-        run_output_range,
-        judge_output_range,
-        plot_output_range,
-        needs="Penn Treebank",
-    ),
+    Claim("K3", run_inversion, judge_inversion, plot_inversion),
+    Claim("K6", run_output_range, judge_output_range, plot_output_range, needs="Penn Treebank"),
 ]

@@ -7,20 +7,18 @@ the plans below are lipscope's own, and every verdict is about them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise, product
 from statistics import mean
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from lipscope.papers.charlm.characters import penn_treebank
 from lipscope.papers.charlm.language_model import VARIANTS, described
-from lipscope.papers.claims import NotAvailable, Numbers, Quoted, Verdict, claim, judged
+from lipscope.papers.claims import Claim, NotAvailable, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.setting import Setting
+from lipscope.papers.setting import Setting, penn_treebank
 from lipscope.papers.trainings import (
     Plan,
     best_rate,
@@ -75,12 +73,16 @@ QUICK_PLANS = {
     ),
 }
 
-_TRAINED: WeakKeyDictionary[Setting, dict[str, dict[str, Any]]] = WeakKeyDictionary()
-"""What was trained under a setting: a figure and the table beside it share their models."""
+
+def trained(start: str, setting: Setting) -> Numbers:
+    """The cells of the plans whose names start so, as `benchmarks.training_grid` stores them.
+
+    A figure and the table beside it share their models.
+    """
+    return setting.shared(("trained", start), lambda: _trained(setting, start))
 
 
-def trained(setting: Setting, start: str) -> Numbers:
-    """The cells of the plans whose names start so, as `benchmarks.training_grid` stores them."""
+def _trained(setting: Setting, start: str) -> Numbers:
     known = QUICK_PLANS if setting.quick else PLANS
     plans = {name: plan for name, plan in known.items() if name.startswith(start)}
     text = penn_treebank(setting, max(plan.context for plan in plans.values()))
@@ -88,25 +90,20 @@ def trained(setting: Setting, start: str) -> Numbers:
         raise NotAvailable(
             "a GPU: give --device cuda (minutes on one GPU); --quick trains small models on a CPU"
         )
-    done = _TRAINED.setdefault(setting, {})
-    wanted = [
-        (f"{name}/{variant}/{depth}", plan, variant, depth)
-        for name, plan in plans.items()
-        for variant, depth in product(plan.variants, plan.depths)
-    ]
     # Deep models take longer: progress counts blocks.
-    total = sum(depth for *_, depth in wanted)
+    total = sum(len(plan.variants) * sum(plan.depths) for plan in plans.values())
     before = 0
+    cells = {}
 
-    def progress(depth: int) -> Callable[[float], None]:
-        return lambda share: setting.progress(before + share * depth, total)
+    def progress(depth: int, share: float) -> None:
+        setting.progress(before + share * depth, total)
 
-    for key, plan, variant, depth in wanted:
-        if key not in done:
-            made = VARIANTS[variant]
-            cell = train_cell(plan, made, depth, text, setting.device, progress(depth))[2]
-            done[key] = strict(cell)
-        before += depth
+    for name, plan in plans.items():
+        for variant, depth in product(plan.variants, plan.depths):
+            said = partial(progress, depth)
+            cell = train_cell(plan, VARIANTS[variant], depth, text, setting.device, said)[2]
+            cells[f"{name}/{variant}/{depth}"] = strict(cell)
+            before += depth
     return {
         "settings": {
             "unigram_loss": text.unigram_loss,
@@ -114,16 +111,8 @@ def trained(setting: Setting, start: str) -> Numbers:
             "torch": torch.__version__,
         },
         "bigram_loss": text.bigram_loss,
-        "cells": {key: done[key] for key, *_ in wanted},
+        "cells": cells,
     }
-
-
-def run_usual(setting: Setting) -> Numbers:
-    return trained(setting, "usual")
-
-
-def run_fixed(setting: Setting) -> Numbers:
-    return trained(setting, "fixed rate")
 
 
 def best_losses(numbers: Numbers) -> dict[str, dict[int, list[float]]]:
@@ -133,14 +122,11 @@ def best_losses(numbers: Numbers) -> dict[str, dict[int, list[float]]]:
     """
     found: dict[str, dict[int, list[float]]] = {}
     for (variant, depth), cell in cells_of(numbers, "usual").items():
-        by_seed = [[lowest(cell, m) for m in members] for members in by_rate(cell).values()]
+        curves = zip(*(point["test"] for point in cell["curve"]), strict=True)
+        lowest = [min((x for x in curve if x is not None), default=math.inf) for curve in curves]
+        by_seed = [[lowest[m] for m in members] for members in by_rate(cell).values()]
         found.setdefault(variant, {})[depth] = min(by_seed, key=mean)
     return found
-
-
-def lowest(cell: dict[str, Any], member: int) -> float:
-    """The lowest finite test loss on the curve of a member."""
-    return min((x for p in cell["curve"] if (x := p["test"][member]) is not None), default=math.inf)
 
 
 def judge_order(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -221,7 +207,7 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
         fine = stable_rates(numbers, plan)
         last = "; ".join(
             f"depth {depth}: "
-            + ", ".join(f"{name} {_largest(fine[name][depth])}" for name in COMPARED)
+            + ", ".join(f"{name} {max(fine[name][depth], default='none')}" for name in COMPARED)
             for depth in numbers["settings"]["plans"][plan]["depths"]
         )
         tried = ", ".join(f"{rate:g}" for rate in numbers["settings"]["plans"][plan]["rates"])
@@ -235,10 +221,6 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
     return judged(
         holds, f"{'. '.join(parts)} ({_size(numbers, 'fixed rate')}; post-norm unless it says pre)"
     )
-
-
-def _largest(rates: list[float]) -> str:
-    return f"{max(rates):g}" if rates else "none"
 
 
 def judge_best_fixed(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -324,39 +306,12 @@ def plot_stability(numbers: Numbers) -> Picture:
     )
 
 
+run_usual = partial(trained, "usual")
+run_fixed = partial(trained, "fixed rate")
+
 CLAIMS = [
-    claim(
-        "K4",
-        "character models: L2 attention ends behind dot product, contractive L2 behind both, "
-        "and gains with depth",
-        run_usual,
-        judge_order,
-        plot_curves,
-        needs="Penn Treebank, gpu",
-    ),
-    claim(
-        "K5",
-        "the best test losses of L2 attention are close to those of dot product",
-        run_usual,
-        judge_close,
-        losses_table,
-        needs="Penn Treebank, gpu",
-    ),
-    claim(
-        "K7",
-        "at a fixed learning rate dot product fails beyond 10 layers, L2 and contractive L2 "
-        "train to 18",
-        run_fixed,
-        judge_stability,
-        plot_stability,
-        needs="Penn Treebank, gpu",
-    ),
-    claim(
-        "K8",
-        "at a fixed learning rate the best test losses of the three are about equal",
-        run_fixed,
-        judge_best_fixed,
-        plot_stability,
-        needs="Penn Treebank, gpu",
-    ),
+    Claim("K4", run_usual, judge_order, plot_curves, needs="Penn Treebank, gpu"),
+    Claim("K5", run_usual, judge_close, losses_table, needs="Penn Treebank, gpu"),
+    Claim("K7", run_fixed, judge_stability, plot_stability, needs="Penn Treebank, gpu"),
+    Claim("K8", run_fixed, judge_best_fixed, plot_stability, needs="Penn Treebank, gpu"),
 ]

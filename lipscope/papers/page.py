@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lipscope.papers.claims import PAPERS, QUOTED
+from lipscope.papers.setting import TEXTS
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Marks
 from lipscope.report.document import NARROW, Page, chart, command, section, swatch, table
@@ -15,6 +19,8 @@ from lipscope.report.palette import MARKER_TEXTS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from lipscope.papers.running import Outcome, Record
 
 MARKED = ("points", "cloud")
 LINES = {"points": "-", "cloud": " ", "line": "-", "dashes": "--"}
@@ -42,6 +48,14 @@ class Line:
     spread: tuple[Sequence[float], Sequence[float]] | None = None
 
 
+def columns(
+    rows: Sequence[Mapping[str, Any]], x: str, names: Mapping[str, str], style: str = "points"
+) -> list[Line]:
+    """One series for each named column of a table, over its column `x`."""
+    at = [row[x] for row in rows]
+    return [Line(name, at, [row[key] for row in rows], style) for key, name in names.items()]
+
+
 @dataclass(frozen=True)
 class Picture:
     """The figure of a claim as data, with an optional table below it.
@@ -60,43 +74,28 @@ class Picture:
     rows: Sequence[Sequence[str]] = ()
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One claim on the page, in words.
-
-    verdict: for example "REPRODUCED", or "STAND-IN: DIFFERS"
-    range:   the interval of the judged quantity, or None
-    about:   models, texts, device and time of the run
-    """
-
-    id: str
-    paper: str
-    says: str
-    source: str
-    needs: str
-    verdict: str
-    range: tuple[float, float] | None
-    reason: str
-    about: str
-    command: str
-    picture: Picture | None = None
-
-
-def reproduction_html(entries: Sequence[Entry], papers: dict[str, str], setting: str) -> str:
+def reproduction_html(outcomes: Sequence[Outcome], setting: str) -> str:
     """The page as a string."""
-    counts: dict[str, int] = {}
-    for entry in entries:
-        counts[entry.verdict] = counts.get(entry.verdict, 0) + 1
-    headline = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    body = [section("verdicts", "Which claims hold?", VERDICTS, _summary(entries))]
-    for key, name in papers.items():
-        own = [entry for entry in entries if entry.paper == key]
-        body += [_claim(entry, name) for entry in own]
+    counts = Counter(one.word for one in outcomes)
+    headline = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    lines = [
+        [
+            f'<a href="#claim-{escape(one.claim.id)}">{escape(one.claim.id)}</a> '
+            f"{escape(one.claim.says)}",
+            # One column, so that the table fits a telephone.
+            "<br>".join(escape(text) for text in (one.word, _range(one)) if text),
+        ]
+        for one in outcomes
+    ]
+    summary = table(["claim", "verdict, interval"], lines, "Verdicts", raw=True)
+    body = [section("verdicts", "Which claims hold?", VERDICTS, summary)]
+    for paper in PAPERS:
+        body += [_claim(one) for one in outcomes if one.claim.paper == paper]
     return Page(
         title="Two papers, rerun",
         kind="lipscope reproduce",
         subtitle=setting,
-        headline=f"{len(entries)} claims: {headline}." if entries else "No claim was run.",
+        headline=f"{len(outcomes)} claims: {headline}." if outcomes else "No claim was run.",
         body="".join(body),
         data={},
     ).html()
@@ -109,36 +108,60 @@ VERDICTS = (
 )
 
 
-def _summary(entries: Sequence[Entry]) -> str:
-    lines = [
-        [
-            f'<a href="#claim-{escape(entry.id)}">{escape(entry.id)}</a> {escape(entry.says)}',
-            # One column, so that the table fits a telephone.
-            "<br>".join(escape(text) for text in (entry.verdict, _range(entry)) if text),
-        ]
-        for entry in entries
-    ]
-    return table(["claim", "verdict, interval"], lines, "Verdicts", raw=True)
+def _range(one: Outcome) -> str:
+    return "" if one.interval is None else interval(*one.interval)
 
 
-def _range(entry: Entry) -> str:
-    return "" if entry.range is None else interval(*entry.range)
-
-
-def _claim(entry: Entry, paper: str) -> str:
-    found = f". Interval: {_range(entry)}" if entry.range else ""
-    facts = {"Source": entry.source, "Needs": entry.needs, "Run": entry.about}
+def _claim(one: Outcome) -> str:
+    claim = one.claim
+    record = one.record
+    found = f". Interval: {_range(one)}" if one.interval else ""
+    facts = {
+        "Source": QUOTED[claim.id].source,
+        "Needs": claim.needs,
+        "Run": "" if record is None else _about(record),
+    }
     about = [f"{name}: {text}" for name, text in facts.items() if text]
-    note = " ".join(text if text.endswith("?") else f"{text}." for text in (paper, *about))
-    parts = [] if entry.picture is None else [_picture(entry.id, entry.picture)]
+    note = " ".join(
+        text if text.endswith("?") else f"{text}." for text in (PAPERS[claim.paper], *about)
+    )
+    parts = []
+    if record is not None and claim.plot is not None:
+        parts.append(_picture(claim.id, claim.plot(record.numbers)))
     return section(
-        f"claim-{entry.id}",
-        f"{entry.id}. {entry.says}",
-        f"{entry.verdict}: {entry.reason}{found}.",
+        f"claim-{claim.id}",
+        f"{claim.id}. {claim.says}",
+        f"{one.word}: {one.reason}{found}.",
         *parts,
         f'<p class="note">{escape(note)}</p>',
-        command(entry.command),
+        command(_command(claim.id, record)),
     )
+
+
+def _about(record: Record) -> str:
+    # Hashes are shown by their first digits.
+    used = [
+        f"{name}: " + re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", what)
+        for name, what in record.used.items()
+    ]
+    size = "quick" if record.quick else "full"
+    run = f"{size}, {record.device}, {record.seconds:.1f} s, seed {record.seed}"
+    return "; ".join([run, *used])
+
+
+def _command(name: str, record: Record | None) -> str:
+    parts = ["lipscope reproduce --only", name]
+    if record is not None:
+        brought = {name for name, what in record.used.items() if what.startswith("sha256 ")}
+        options = {
+            "--quick": record.quick,
+            "--models DIR": brought - TEXTS.keys(),
+            "--text-dir DIR": brought & TEXTS.keys(),
+            f"--device {record.device}": record.device != "cpu",
+            f"--seed {record.seed}": record.seed != 0,
+        }
+        parts += [words for words, given in options.items() if given]
+    return " ".join([*parts, "--out DIR"])
 
 
 def _picture(name: str, picture: Picture) -> str:
@@ -159,19 +182,14 @@ def _picture(name: str, picture: Picture) -> str:
     return "".join(parts)
 
 
-def _sign(i: int, line: Line) -> str:
-    if line.style in MARKED:
-        return MARKER_TEXTS[i % len(MARKER_TEXTS)]
-    return "━" if line.style == "line" else "╍"
-
-
 def _legend(lines: Sequence[Line]) -> str:
-    names = (swatch(_tint(i), _sign(i, line), line.name) for i, line in enumerate(lines))
+    names = []
+    for i, line in enumerate(lines):
+        sign = "━" if line.style == "line" else "╍"
+        if line.style in MARKED:
+            sign = MARKER_TEXTS[i % len(MARKER_TEXTS)]
+        names.append(swatch(f"s{i % COLOURS}", sign, line.name))
     return f'<p class="note">{" &nbsp; ".join(names)}</p>'
-
-
-def _tint(i: int) -> str:
-    return f"s{i % COLOURS}"
 
 
 def _draw(picture: Picture, width: int, marks: Marks) -> Figure:
@@ -188,12 +206,14 @@ def _draw(picture: Picture, width: int, marks: Marks) -> Figure:
                 name=line.name,
                 x=line.x,
                 y=line.y,
-                colour=_tint(i),
+                colour=f"s{i % COLOURS}",
                 marker=MARKERS[i % len(MARKERS)] if points else "",
                 spread=line.spread,
-                titles=[f"{line.name}: {digits(x)}, {digits(y)}" for x, y in _pairs(line)]
-                if points
-                else (),
+                titles=[
+                    f"{line.name}: {digits(x)}, {digits(y)}"
+                    for x, y in zip(line.x, line.y, strict=True)
+                    if points
+                ],
                 line=LINES[line.style],
             )
         )
@@ -206,7 +226,3 @@ def _draw(picture: Picture, width: int, marks: Marks) -> Figure:
     ax.set_xlabel(picture.x, parse_math=False)
     ax.set_ylabel(picture.y, parse_math=False)
     return figure
-
-
-def _pairs(line: Line) -> list[tuple[float, float]]:
-    return list(zip(line.x, line.y, strict=True))

@@ -1,42 +1,234 @@
-"""Run the claims of the papers, keep what they measured, and judge it."""
+"""Run the claims of the papers as jobs of a study, keep what they measured, and judge it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from inspect import getsource
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lipscope import UserError, __version__
 from lipscope._ambient import entry_point
-from lipscope._files import whole_file
-from lipscope._notebook_bar import with_bar
-from lipscope.papers import registry
-from lipscope.papers.claim_runs import (
-    INFO,
-    MISSING,
-    PAGE,
-    ClaimJob,
-    ClaimWork,
-    Record,
-    find_record,
-    group_of,
-    open_claims,
-    start_claims,
-)
-from lipscope.papers.claims import PAPERS, Claim, Kind, Verdict
-from lipscope.papers.page import Entry, reproduction_html
-from lipscope.papers.quoted import QUOTED
+from lipscope._display import with_bar
+from lipscope.papers.claims import PAPERS, QUOTED, Claim, Kind, NotAvailable, Numbers, Verdict
+from lipscope.papers.page import reproduction_html
 from lipscope.papers.setting import STAND_IN, TEXTS, TOKENIZER, Progress, Setting
-from lipscope.study.clusters import check_engine, open_engine
+from lipscope.report.document import write
+from lipscope.study.engines import open_engine
+from lipscope.study.jobs import Outcome as JobOutcome
+from lipscope.study.jobs import check_engine, check_shard
+from lipscope.study.records import Description, Fingerprint, StudyHeader, record_of
 from lipscope.study.run import run_jobs
-from lipscope.study.sharding import check_shard
+from lipscope.study.salvage import CLAIM
+from lipscope.study.store import Store
+
+MODULES = (
+    *("castin_checks", "castin_heads", "castin_measures", "castin_text"),
+    *("kim_bounds", "kim_flow", "kim_layers", "kim_training"),
+)
+"""The files with claims, each in a list CLAIMS."""
+
+PAGE = "reproduce.html"
+MISSING = "needs: "
+"""Begins the failure of a claim without something that the user must bring."""
+
+INFO = StudyHeader(
+    record_of(Fingerprint, {"weights": "claims of two papers"}),
+    record_of(Description, {"model": "claims of two papers", "command": "lipscope reproduce"}),
+)
+"""Claims have models and texts of their own: the identity of the store only says what it is."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one run of a claim measured, and under which conditions.
+
+    used: hash of every model and text, or what stood in for it
+    code: hash of the source of the run
+    """
+
+    id: str
+    numbers: Numbers
+    quick: bool
+    seed: int
+    device: str
+    seconds: float
+    used: dict[str, str]
+    code: str = ""
+    version: str = __version__
+
+    @property
+    def key(self) -> str:
+        """One per claim and set of conditions; readable, because damage is reported by key."""
+        conditions = json.dumps([self.used, self.code, self.version], sort_keys=True)
+        size = "quick" if self.quick else "full"
+        return f"{self.id} {size} seed {self.seed} {self.device} {_checksum(conditions)}"
+
+    def stored(self) -> tuple[str, str, str]:
+        """The record as a study keeps it."""
+        return CLAIM, self.key, json.dumps(self.__dict__, sort_keys=True)
+
+
+class ClaimJob(NamedTuple):
+    """A claim to run; those of one group share measurements, which a worker keeps."""
+
+    id: str
+    group: str
+    weight: float = 1.0
+    fatal: bool = False
+
+    @property
+    def place(self) -> str:
+        """The name that decides which shard the claim belongs to."""
+        return self.id
+
+    def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[()]:
+        """Nothing: a claim that failed is run again."""
+        return ()
+
+
+@dataclass
+class ClaimWork:
+    """Runs a claim under a setting, which keeps models and shared measurements.
+
+    report: tells which share of the current claim is done
+    """
+
+    claims: dict[str, Claim]
+    setting: Setting
+    report: Callable[[float], None] = lambda share: None
+
+    def __call__(self, job: ClaimJob) -> JobOutcome:
+        claim = self.claims[job.id]
+        setting = self.setting
+        setting.used = {}
+        setting.progress = lambda done, total: self.report(done / max(total, 1))
+        began = time.perf_counter()
+        try:
+            numbers = claim.run(setting)
+        except NotAvailable as missing:
+            return JobOutcome(job, failure=f"{MISSING}{missing}")
+        record = Record(
+            id=claim.id,
+            numbers=numbers,
+            quick=setting.quick,
+            seed=setting.seed,
+            device=setting.device,
+            seconds=time.perf_counter() - began,
+            used=dict(setting.used),
+            code=code_of(claim),
+        )
+        return JobOutcome(job, records=(record.stored(),))
+
+
+def start_claims(
+    version: str, claims: Callable[[], list[Claim]], options: dict[str, Any], threads: int
+) -> ClaimWork:
+    """The same work, on a worker, which has the claims itself: local functions do not travel."""
+    if version != __version__:
+        raise UserError(
+            f"the worker has lipscope {__version__}, not {version}; install the same everywhere"
+        )
+    torch.set_num_threads(threads)
+    return ClaimWork({claim.id: claim for claim in claims()}, Setting(**options))
+
+
+def open_claims(directory: Path | None) -> Store:
+    """The store of a reproduction, in a directory or in memory."""
+    return Store.create(directory, INFO, noun="a reproduction", marks=(PAGE,))
+
+
+def find_record(store: Store, claim: Claim, setting: Setting) -> Record | None:
+    """The best record of a claim that this setting would give again; None if there is none.
+
+    A full run beats a quick one, a GPU a processor that could not do it all, then a later run
+    an earlier one.
+    """
+    code = code_of(claim)
+    large = "gpu" in claim.needs
+    every = (Record(**json.loads(value)) for _, value in store.records(CLAIM))
+    found = [
+        record
+        for record in every
+        if (record.id, record.seed, record.version) == (claim.id, setting.seed, __version__)
+        and record.code == code
+        and (setting.quick or not record.quick)
+        and not (large and record.device == "cpu" != setting.device)
+        and setting.same(record.used)
+    ]
+    return max(
+        reversed(found),  # of equals, the first is taken
+        key=lambda record: (not record.quick, large and record.device != "cpu"),
+        default=None,
+    )
+
+
+def group_of(claim: Claim) -> str:
+    """Claims that run the same function with the same arguments share what it measures."""
+    run, arguments = unwrapped(claim)
+    return f"{run.__module__}.{run.__qualname__} {arguments}"
+
+
+def unwrapped(claim: Claim) -> tuple[Any, tuple[Any, ...]]:
+    """The function behind `run`, and the arguments that are already given to it."""
+    run: Any = claim.run
+    arguments: tuple[Any, ...] = ()
+    while isinstance(run, partial):
+        run, arguments = run.func, (*run.args, *arguments)
+    return run, arguments
+
+
+def code_of(claim: Claim) -> str:
+    """A hash of the source of `run`: numbers of another experiment are not this claim's."""
+    try:
+        return _checksum(getsource(unwrapped(claim)[0]))
+    except (OSError, TypeError):  # no source at hand
+        return ""
+
+
+def _checksum(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def claims() -> list[Claim]:
+    """Every claim, ordered by paper, letter and number."""
+    found = [claim for name in MODULES for claim in import_module(f"lipscope.papers.{name}").CLAIMS]
+    return sorted(found, key=lambda claim: ("CSVNKA".index(claim.id[0]), int(claim.id[1:])))
+
+
+def chosen(paper: str | None = None, only: Sequence[str] | None = None) -> list[Claim]:
+    """The claims of a paper, or those named; raises UserError for what does not exist."""
+    every = claims()
+    if paper is not None and paper not in PAPERS:
+        raise UserError(f"there is no paper {paper!r}; choose one of {', '.join(PAPERS)}")
+    found = [claim for claim in every if paper is None or claim.paper == paper]
+    if only is None:
+        return found
+    known = {claim.id: claim for claim in found}
+    names: list[str] = []
+    for part in only:
+        name = part.strip()
+        span = re.fullmatch(r"([A-Z])(\d{1,3})-\1(\d{1,3})", name)
+        ends = range(int(span[2]), int(span[3]) + 1) if span else ()
+        names += [f"{span[1]}{i}" for i in ends if span] or [name]
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"there is no claim {name!r}{f' of {paper}' if paper else ''}; "
+                "`lipscope reproduce --list` names them all"
+            )
+    return [claim for claim in found if claim.id in names]
 
 
 @dataclass(frozen=True)
@@ -66,9 +258,20 @@ class Outcome:
         held = Kind.REPRODUCED if self.verdict.holds else Kind.DIFFERS
         return f"{Kind.STAND_IN.value}: {held.value}"
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Of the quantity that was judged, if it is one number."""
+        return None if self.verdict is None else self.verdict.interval
+
+    @property
+    def reason(self) -> str:
+        """Why the verdict is what it is, or why there is none."""
+        return self.error if self.verdict is None else self.verdict.reason
+
     def as_dict(self) -> dict[str, Any]:
         """The outcome as JSON: id, paper, says, needs, verdict, numbers."""
         verdict = self.verdict
+        record = self.record
         return {
             "id": self.claim.id,
             "paper": self.claim.paper,
@@ -78,13 +281,13 @@ class Outcome:
             "quoted": dict(QUOTED[self.claim.id].values),
             "verdict": None if verdict is None else verdict.kind.value,
             "holds": None if verdict is None else verdict.holds,
-            "interval": None if verdict is None else verdict.interval,
-            "reason": self.error or ("" if verdict is None else verdict.reason),
-            "numbers": None if self.record is None else self.record.numbers,
-            "used": {} if self.record is None else self.record.used,
-            "quick": None if self.record is None else self.record.quick,
-            "device": None if self.record is None else self.record.device,
-            "seconds": None if self.record is None else self.record.seconds,
+            "interval": self.interval,
+            "reason": self.reason,
+            "numbers": None if record is None else record.numbers,
+            "used": {} if record is None else record.used,
+            "quick": None if record is None else record.quick,
+            "device": None if record is None else record.device,
+            "seconds": None if record is None else record.seconds,
         }
 
 
@@ -146,7 +349,7 @@ def reproduce_papers(
             f"{torch.get_default_dtype()}; call torch.set_default_dtype(torch.float32) first"
         )
     check_engine(workers, cluster)
-    listed = registry.chosen(paper, only)
+    listed = chosen(paper, only)
     if shard is not None:
         part = check_shard(shard)
         listed = [claim for claim in listed if part.has(claim.id)]
@@ -162,7 +365,7 @@ def reproduce_papers(
         missing = [claim for claim in listed if find_record(store, claim, setting) is None]
         failures = run_jobs(
             ClaimWork({claim.id: claim for claim in missing}, setting),
-            partial(start_claims, __version__, registry.claims, setting.options),
+            partial(start_claims, __version__, claims, setting.options),
             [ClaimJob(claim.id, group_of(claim)) for claim in missing],
             store,
             INFO,
@@ -175,7 +378,8 @@ def reproduce_papers(
             for claim in listed
         ]
         if directory is not None:
-            write_page(outcomes, directory / PAGE, setting)
+            about = f"lipscope {__version__}, {'quick run' if quick else 'full run'}"
+            write(reproduction_html(outcomes, about), directory / PAGE, typed=False)
     return outcomes
 
 
@@ -206,58 +410,3 @@ def decide(claim: Claim, record: Record) -> Verdict:
         return verdict
     reason = f"{verdict.reason} (on {', '.join(stood_in)})"
     return replace(verdict, kind=Kind.STAND_IN, reason=reason)
-
-
-def write_page(outcomes: Sequence[Outcome], path: Path, setting: Setting) -> None:
-    """Write `reproduce.html`."""
-    about = f"lipscope {__version__}, {'quick run' if setting.quick else 'full run'}"
-    html = reproduction_html([_entry(one) for one in outcomes], PAPERS, about)
-    with whole_file(path) as draft:
-        draft.write_text(html, encoding="utf-8")
-
-
-def _entry(one: Outcome) -> Entry:
-    claim = one.claim
-    verdict = one.verdict
-    record = one.record
-    return Entry(
-        id=claim.id,
-        paper=claim.paper,
-        says=claim.says,
-        source=QUOTED[claim.id].source,
-        needs=claim.needs,
-        verdict=one.word,
-        range=None if verdict is None else verdict.interval,
-        reason=one.error if verdict is None else verdict.reason,
-        about="" if record is None else _about(record),
-        command=_command(claim, record),
-        picture=None if record is None or claim.plot is None else claim.plot(record.numbers),
-    )
-
-
-def _about(record: Record) -> str:
-    used = "; ".join(f"{name}: {_short(what)}" for name, what in record.used.items())
-    size = "quick" if record.quick else "full"
-    return f"{size}, {record.device}, {record.seconds:.1f} s, seed {record.seed}" + (
-        f"; {used}" if used else ""
-    )
-
-
-def _short(what: str) -> str:
-    """A note with the first digits of its hash."""
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", what)
-
-
-def _command(claim: Claim, record: Record | None) -> str:
-    parts = ["lipscope reproduce --only", claim.id]
-    if record is not None:
-        brought = {name for name, what in record.used.items() if what.startswith("sha256 ")}
-        options = {
-            "--quick": record.quick,
-            "--models DIR": brought - TEXTS.keys(),
-            "--text-dir DIR": brought & TEXTS.keys(),
-            f"--device {record.device}": record.device != "cpu",
-            f"--seed {record.seed}": record.seed != 0,
-        }
-        parts += [words for words, given in options.items() if given]
-    return " ".join([*parts, "--out DIR"])

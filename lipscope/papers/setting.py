@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lipscope import UserError
 from lipscope.models import embedded
-from lipscope.study.texts import read_file
-
-if TYPE_CHECKING:
-    from lipscope.models.model import Model
+from lipscope.models.loading import load
+from lipscope.models.model import Model
+from lipscope.papers.charlm.characters import CharacterText
+from lipscope.study.reading import read_file
 
 Progress = Callable[[float, float], None]
 T = TypeVar("T")
@@ -30,6 +30,9 @@ TEXTS = {
     "ptb_test": "ptb.char.test.txt",
 }
 """Files of `--text-dir` by the name a claim uses."""
+
+LOOKED_AT = 1000
+"""Words that decide in which form a file of Penn Treebank is."""
 
 STAND_IN = "stand-in "
 """Begins the note of everything that stands in for what a paper used."""
@@ -210,11 +213,14 @@ class Setting:
         return folder if folder is not None and folder.is_dir() else None
 
     def _load(self, name: str, random_init: int | None, causal: bool) -> Model:
-        from lipscope.models.loading import load  # late: training needs no transformers
-
         folder = self._folder(name)
         if folder is None and random_init is not None:
-            return self._random(name, random_init)
+            if name not in CONFIGS:
+                raise UserError(
+                    f"there is no configuration for {name}; put its folder into --models"
+                )
+            # A configuration without numbers is the default one, which is the released model's.
+            return self.from_config(CONFIGS[name], random_init)
         if not causal or (name == "gpt2" and folder is not None):
             return load(folder, device=self.device, random_init=random_init)
         source = folder or embedded.folder()
@@ -228,18 +234,10 @@ class Setting:
             config.write_text(json.dumps(fields), encoding="utf-8")
             return load(place, device=self.device)
 
-    def _random(self, name: str, seed: int) -> Model:
-        if name not in CONFIGS:
-            raise UserError(f"there is no configuration for {name}; put its folder into --models")
-        # A configuration without numbers is the default one, which is the released model's.
-        return self.from_config(CONFIGS[name], seed)
-
     def from_config(
         self, config: dict[str, Any], seed: int, dtype: str = "float64", device: str | None = None
     ) -> Model:
         """A model with random weights from the fields of a `config.json`."""
-        from lipscope.models.loading import load
-
         with tempfile.TemporaryDirectory() as place:
             (Path(place) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             where = device or self.device
@@ -255,3 +253,38 @@ def _checked(name: str, folder: Path | None) -> Path | None:
 @cache
 def _prose_digest() -> str:
     return hashlib.sha256(embedded.default_text().encode()).hexdigest()
+
+
+def plain_text(content: str) -> str:
+    """The text of a file of Penn Treebank, one sentence per line.
+
+    Two forms are in circulation: words as they are, and one character per word with "_" for a space
+    (` n o _ i t _ w a s `). Both give the same text, so that losses agree.
+    """
+    words = content.split(maxsplit=LOOKED_AT)[:LOOKED_AT]
+    if not words or any(len(word) > 1 for word in words):
+        return "\n".join(line.strip() for line in content.splitlines() if line.strip())
+    lines = ("".join(line.split()) for line in content.splitlines())
+    return "\n".join(line.replace("_", " ").strip() for line in lines if line)
+
+
+def penn_treebank(setting: Setting, context: int) -> CharacterText:
+    """The training and test part of Penn Treebank, or the embedded prose where it is missing.
+
+    It comes from the user's own files: the licence does not allow shipping them.
+
+    Raises:
+        UserError: If one of the two files is there without the other.
+    """
+    (learned, no_training), (held_out, no_test) = (
+        setting.text(name) for name in ("ptb_train", "ptb_test")
+    )
+    if no_training != no_test:
+        here, missing = ("ptb_test", "ptb_train") if no_training else ("ptb_train", "ptb_test")
+        raise UserError(
+            f"the folder of texts has {TEXTS[here]} but not {TEXTS[missing]}; "
+            "Penn Treebank needs both"
+        )
+    if no_training:
+        return CharacterText.of(learned, context)
+    return CharacterText.of_parts(plain_text(learned), plain_text(held_out), context)

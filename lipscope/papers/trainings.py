@@ -30,16 +30,46 @@ ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Adam for `steps` steps of `batch` windows; clip is the maximum gradient norm, or None.
+class Plan:
+    """The sizes of an experiment: every cell gets the same steps, windows and width.
 
-    rate(step) multiplies the learning rate of every member.
+    Training is Adam for `steps` steps of `batch` windows; clip is the maximum gradient norm, or
+    None. `note` hears of a training every `every` steps.
     """
 
-    steps: int
-    batch: int
-    rate: Callable[[int], float]
-    clip: float | None
+    depths: tuple[int, ...]
+    rates: tuple[float, ...]
+    variants: tuple[str, ...]
+    norm: str = "pre"
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    batch: int = 64
+    steps: int = 800
+    seeds: int = 3
+    warmup: int = 100
+    decay: bool = True
+    clip: float | None = 1.0
+    every: int = 50
+    tested: int = 1_000_000
+
+    def rate(self, step: int) -> float:
+        """What multiplies the learning rate of every member at a step."""
+        rising = min(1.0, (step + 1) / (self.warmup + 1))
+        return rising * (0.55 + 0.45 * math.cos(math.pi * step / self.steps) if self.decay else 1.0)
+
+    def architecture(self, vocabulary: int, variant: Variant, depth: int) -> Architecture:
+        """The architecture of a cell."""
+        return Architecture(
+            vocabulary=vocabulary,
+            attention=variant.attention,
+            depth=depth,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            invertible=variant.invertible,
+            norm=self.norm,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,33 +94,27 @@ class Stack:
     ) -> None:
         self.architecture = architecture
         self.seeds = seeds
-        self._build = build
         self.rates = torch.tensor(rates, device=device)[:, None]
+        models = []
         with torch.random.fork_rng(devices=[]):
-            models = [self._fresh(seed) for seed in seeds]
-        shapes = {name: tuple(p.shape) for name, p in models[0].named_parameters()}
-        self._shapes = shapes
+            for seed in seeds:
+                torch.manual_seed(seed)
+                models.append(build(architecture))
+        self._shapes = {name: tuple(p.shape) for name, p in models[0].named_parameters()}
         self._sizes = [
-            -(-torch.Size(shape).numel() // ALIGNED) * ALIGNED for shape in shapes.values()
+            -(-torch.Size(shape).numel() // ALIGNED) * ALIGNED for shape in self._shapes.values()
         ]
-        rows = [self._flatten(dict(model.named_parameters())) for model in models]
-        self.theta = torch.stack(rows).to(device).requires_grad_(True)
+        rows = torch.zeros(len(seeds), sum(self._sizes))
+        for row, model in zip(rows, models, strict=True):
+            for part, weight in zip(row.split(self._sizes), model.parameters(), strict=True):
+                part[: weight.numel()] = weight.detach().flatten()
+        self.theta = rows.to(device).requires_grad_(True)
         self._skeleton = copy.deepcopy(models[0]).to("meta")
-
-    def _fresh(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return self._build(self.architecture)
 
     @property
     def parameters(self) -> int:
         """The number of weights of one member."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
-
-    def _flatten(self, weights: dict[str, Tensor]) -> Tensor:
-        row = torch.zeros(sum(self._sizes))
-        for part, name in zip(row.split(self._sizes), self._shapes, strict=True):
-            part[: weights[name].numel()] = weights[name].detach().flatten()
-        return row
 
     def weights(self, theta: Tensor) -> dict[str, Tensor]:
         """theta [M, P] as named tensors [M, ...], or one row [P] as those of one model."""
@@ -134,47 +158,43 @@ class Stack:
     def train(
         self,
         text: CharacterText,
-        schedule: Schedule,
-        every: int,
-        note: Callable[[int, Tensor], None],
+        plan: Plan,
+        note: Callable[[int, Tensor], None] = lambda step, losses: None,
     ) -> History:
-        """Run the schedule; `note` gets the step and the mean losses since the last note."""
-        step = _Step(self, text, schedule)
-        starts, factors = self._plan(text, schedule)
-        seen = torch.zeros(3, schedule.steps, len(self.seeds), device=self.theta.device)
-        for i in range(schedule.steps):
+        """Train all members; `note` gets the step and the mean losses since the last note."""
+        step = _Step(self, text, plan)
+        places = len(text.learned) - self.architecture.context
+        draws = {
+            s: torch.randint(
+                places, (plan.steps, plan.batch), generator=torch.Generator().manual_seed(s)
+            )
+            for s in set(self.seeds)
+        }
+        # Starts of the windows of each step, [steps, M, B], and factors of its learning rate.
+        starts = torch.stack([draws[seed] for seed in self.seeds], dim=1).to(self.theta.device)
+        factors = torch.tensor([plan.rate(i) for i in range(plan.steps)]).to(self.theta.device)
+        seen = torch.zeros(3, plan.steps, len(self.seeds), device=self.theta.device)
+        for i in range(plan.steps):
             step.starts.copy_(starts[i])
             step.factor.copy_(factors[i])
             step.run()
             seen[:, i].copy_(step.seen)
-            if (i + 1) % every == 0 or i + 1 == schedule.steps:
-                note(i + 1, seen[0, max(0, i + 1 - every) : i + 1].mean(0))
+            if (i + 1) % plan.every == 0 or i + 1 == plan.steps:
+                note(i + 1, seen[0, max(0, i + 1 - plan.every) : i + 1].mean(0))
         return History(*seen.cpu())
-
-    def _plan(self, text: CharacterText, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """Starts of the windows of each step, [steps, M, B], and its learning rate factor."""
-        places = len(text.learned) - self.architecture.context
-        shape = schedule.steps, schedule.batch
-        draws = {
-            s: torch.randint(places, shape, generator=torch.Generator().manual_seed(s))
-            for s in set(self.seeds)
-        }
-        starts = torch.stack([draws[seed] for seed in self.seeds], dim=1)
-        factors = torch.tensor([schedule.rate(i) for i in range(schedule.steps)])
-        return starts.to(self.theta.device), factors.to(self.theta.device)
 
 
 class _Step:
     """One step of Adam for all members, captured as a CUDA graph on a GPU."""
 
-    def __init__(self, stack: Stack, text: CharacterText, schedule: Schedule) -> None:
+    def __init__(self, stack: Stack, text: CharacterText, plan: Plan) -> None:
         theta = stack.theta
         self.stack = stack
-        self.schedule = schedule
+        self.plan = plan
         self.text = text.learned.to(theta.device)
         self.window = torch.arange(stack.architecture.context, device=theta.device)
         self.starts = torch.zeros(
-            len(stack.seeds), schedule.batch, dtype=torch.long, device=theta.device
+            len(stack.seeds), plan.batch, dtype=torch.long, device=theta.device
         )
         self.factor = torch.zeros((), device=theta.device)
         self.count = torch.zeros((), device=theta.device)
@@ -193,8 +213,8 @@ class _Step:
         with torch.no_grad():
             length = gradient.norm(dim=1)
             self.seen.copy_(torch.stack([losses, length, theta.norm(dim=1)]))
-            if self.schedule.clip is not None:
-                gradient = gradient * (self.schedule.clip / (length + 1e-6)).clamp(max=1.0)[:, None]
+            if self.plan.clip is not None:
+                gradient = gradient * (self.plan.clip / (length + 1e-6)).clamp(max=1.0)[:, None]
             self.count += 1
             b1, b2 = BETAS
             self.first.lerp_(gradient, 1 - b1)
@@ -220,45 +240,6 @@ class _Step:
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
         self.run = graph.replay
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The sizes of an experiment: every cell gets the same steps, windows and width."""
-
-    depths: tuple[int, ...]
-    rates: tuple[float, ...]
-    variants: tuple[str, ...]
-    norm: str = "pre"
-    width: int = 128
-    heads: int = 4
-    context: int = 128
-    batch: int = 64
-    steps: int = 800
-    seeds: int = 3
-    warmup: int = 100
-    decay: bool = True
-    clip: float | None = 1.0
-    every: int = 50
-    tested: int = 1_000_000
-
-    def rate(self, step: int) -> float:
-        """The factor of the learning rate at a step."""
-        rising = min(1.0, (step + 1) / (self.warmup + 1))
-        return rising * (0.55 + 0.45 * math.cos(math.pi * step / self.steps) if self.decay else 1.0)
-
-    def architecture(self, vocabulary: int, variant: Variant, depth: int) -> Architecture:
-        """The architecture of a cell."""
-        return Architecture(
-            vocabulary=vocabulary,
-            attention=variant.attention,
-            depth=depth,
-            width=self.width,
-            heads=self.heads,
-            context=self.context,
-            invertible=variant.invertible,
-            norm=self.norm,
-        )
 
 
 def train_cell(
@@ -290,8 +271,7 @@ def train_cell(
         test = stack.test_losses(text, min(64, plan.tested))
         curve.append({"step": step, "training": learned.tolist(), "test": test.tolist()})
 
-    schedule = Schedule(plan.steps, plan.batch, plan.rate, plan.clip)
-    history = stack.train(text, schedule, plan.every, note)
+    history = stack.train(text, plan, note)
     seconds = time.perf_counter() - start
     cell = {
         "members": members,

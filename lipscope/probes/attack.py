@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import check_positive
+from lipscope._display import with_bar
 from lipscope._files import for_terminal
-from lipscope._notebook_bar import with_bar
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
@@ -38,18 +38,22 @@ from lipscope.linalg.spectral import Solver, fresh_seed
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.probes.bounds import QUICK, for_one_sequence
-from lipscope.probes.sentence import AT_ONCE
-from lipscope.probes.token_target import layer_sigma
-from lipscope.study.clusters import check_engine
-from lipscope.study.probe import Place, Sigma
+from lipscope.probes.token_target import AT_ONCE, layer_sigma
+from lipscope.study.jobs import check_engine, check_shard
+from lipscope.study.probe import Place, Sigma, threads_for
 from lipscope.study.reading import Text
 from lipscope.study.records import Row
 from lipscope.study.run import Progress, engine_for, gap_of, read_inputs, run
-from lipscope.study.sharding import check_shard
 from lipscope.study.study import Study
-from lipscope.study.work import threads_for
 
 PROBE = "attack: "
+
+Interval = tuple[float, float, float]
+"""(value, lower, upper)"""
+
+Finding = tuple[str, Interval, str]
+"""What was found, its sigma or its change per unit of step, and where, in words."""
+
 GUIDED_TEXTS = 160
 """Texts that a guided search measures per swap, about; its progress is relative to this."""
 
@@ -106,52 +110,6 @@ class Line(NamedTuple):
     lower: float
     upper: float
     detail: str
-
-
-@dataclass(frozen=True, eq=False)
-class AttackContext:
-    """One layer to attack: the map and its input at the text.
-
-    until: when search number i of the layer ends, on the clock of time.monotonic
-    """
-
-    place: Place
-    plan: AttackPlan
-    ids: list[int]
-    f: Map
-    X: Tensor
-    until: Callable[[int], float]
-
-    @property
-    def layer(self) -> int:
-        assert self.place.site.layer is not None
-        return self.place.site.layer
-
-    @property
-    def ball(self) -> Ball:
-        """The smallest ball around the origin that contains the tokens of the text."""
-        # A little larger, so that rounding does not push the text itself outside.
-        return Ball(self.X.norm(dim=1).max().item() * (1 + 1e-12), len(self.X))
-
-    def line(self, name: str, e: Estimate, detail: str = "") -> Line:
-        return Line(
-            layer=self.layer,
-            n=len(self.X),
-            name=name,
-            value=e.value,
-            lower=e.lower,
-            upper=e.upper,
-            detail=detail,
-        )
-
-    def plain(self) -> SelfAttention:
-        """The map as plain self-attention; raises UserError if it is not."""
-        if not isinstance(self.f, SelfAttention):
-            raise UserError(
-                f"layer {self.layer} of {self.place.model.card.name} is not plain self-attention; "
-                "attack it with --kind direction or tokens"
-            )
-        return self.f
 
 
 class AttackedModel(NamedTuple):
@@ -224,6 +182,12 @@ def attack_model(
     given = read_inputs(model, text, settings)
     layers = tuple(range(model.layers) if plan.layers is None else plan.layers)
     probe = Attack(plan, layers, began)
+
+    def tell(done: float, total: float) -> None:
+        # After Ctrl-C in a search a terminal's progress would raise it again, and nothing be shown.
+        if progress is not None and not probe.interrupted:
+            progress(done, total)
+
     study = run(
         model,
         given,
@@ -239,7 +203,7 @@ def attack_model(
         engine=engine_for(model, workers, cluster),
         shard=None if shard is None else check_shard(shard),
         out=out,
-        progress=progress,
+        progress=tell,
     )
     found = [
         row
@@ -298,58 +262,41 @@ class Attack:
     def __call__(self, place: Place) -> list[Row]:
         if self.interrupted:
             return []
-        site = place.site
-        f = site.f
-        X = site.X[0]
+        f = place.site.f
+        X = place.site.X[0]
         # Searches need accurate singular vectors: float64, whatever the model is measured in.
         if isinstance(f, SelfAttention):
             f = for_one_sequence(f).double()
             X = X.double()
-        ids = place.inputs.batch(place.n, place.samples)[0].tolist()
         with threads_for(tokens=1):
-            context = AttackContext(
-                place=place, plan=self.plan, ids=ids, f=f, X=X, until=partial(self.until, place)
-            )
-            try:
-                found = KINDS[self.plan.kind](context)
-            except StoppedError as stop:
-                self.interrupted = True
-                found = stop.lines
+            found = KINDS[self.plan.kind](self, place, f, X)
         return [
             place.row(
                 0,
-                f"{self.name}{line.name}",
+                f"{self.name}{name}",
                 # A finite difference is not a solve: it has no certificate, and as "ratio" it is
                 # left out of the study's joint confidence.
                 "local" if self.plan.kind != "direction" else "ratio",
-                (line.value, line.lower, line.upper),
+                interval,
                 "evaluated",
                 extra={
                     # Without settings, the next run attacks the layer again.
                     "settings": None if self.interrupted else self.settings,
                     "order": order,
-                    "detail": line.detail,
+                    "detail": detail,
                 },
             )
-            for order, line in enumerate(found)
+            for order, (name, interval, detail) in enumerate(found)
         ]
 
-    def until(self, place: Place, search: int) -> float:
-        """When a search ends: all searches have equal shares, and what one leaves goes on."""
+    def until(self, layer: int, search: int) -> float:
+        """When a search of a layer ends, on the clock of time.monotonic.
+
+        All searches have equal shares, and what one leaves goes to the next.
+        """
         searches = len(TOKEN_SEARCHES)
-        layer = place.site.layer
-        assert layer is not None
-        steps = searches * self.layers.index(layer) + search + 1
-        share = steps / (searches * len(self.layers))
+        share = (searches * self.layers.index(layer) + search + 1) / (searches * len(self.layers))
         return time.monotonic() + self.began + (self.plan.seconds or math.inf) * share - time.time()
-
-
-class StoppedError(Exception):
-    """Ctrl-C ended a search; `lines` were found until then."""
-
-    def __init__(self, lines: list[Line]) -> None:
-        super().__init__()
-        self.lines = lines
 
 
 def attack_table(study: Study, lines: Sequence[Line]) -> Table:
@@ -375,46 +322,55 @@ def attack_table(study: Study, lines: Sequence[Line]) -> Table:
     return table
 
 
-def _construction(context: AttackContext) -> list[Line]:
-    found = explicit_inputs(context.plain(), context.ball, seed=context.plan.seed)
+def _interval(e: Estimate) -> Interval:
+    return e.value, e.lower, e.upper
+
+
+def _plain(place: Place, f: Map) -> SelfAttention:
+    """The map as plain self-attention; raises UserError if it is not."""
+    if not isinstance(f, SelfAttention):
+        raise UserError(
+            f"layer {place.site.layer} of {place.model.card.name} is not plain self-attention; "
+            "attack it with --kind direction or tokens"
+        )
+    return f
+
+
+def _ball(X: Tensor) -> Ball:
+    """The smallest ball around the origin that contains the tokens of the text."""
+    # A little larger, so that rounding does not push the text itself outside.
+    return Ball(X.norm(dim=1).max().item() * (1 + 1e-12), len(X))
+
+
+def _construction(attack: Attack, place: Place, f: Map, X: Tensor) -> list[Finding]:
+    ball = _ball(X)
+    found = explicit_inputs(_plain(place, f), ball, seed=attack.plan.seed)
     # Sorted by value, best first: reversed, the best head of each construction is written last.
     best = {one.name.split(", head ")[0]: one for one in reversed(found)}
-    where = f"ball of radius {context.ball.R:.4g}"
+    where = f"ball of radius {ball.R:.4g}"
     return [
-        context.line(name, one.sigma, ", ".join([where, *one.name.split(", ")[-1:]]))
+        (name, _interval(one.sigma), ", ".join([where, *one.name.split(", ")[-1:]]))
         for name, one in sorted(best.items(), key=lambda item: -item[1].value)
     ]
 
 
-def _ascent(context: AttackContext) -> list[Line]:
-    f = context.plain()
-    climb = Climb(QUICK.steps, QUICK.restarts, context.plan.seed)
-    ball = context.ball
-    near = Around(context.X, NEAR * context.ball.R)
+def _ascent(attack: Attack, place: Place, f: Map, X: Tensor) -> list[Finding]:
+    f = _plain(place, f)
+    climb = Climb(QUICK.steps, QUICK.restarts, attack.plan.seed)
+    ball = _ball(X)
+    near = Around(X, NEAR * ball.R)
+    inside = ascend(f, ball, climb, starts=[X]).sigma
+    around = ascend(f, near, climb).sigma
     return [
-        context.line(
-            "in the ball",
-            ascend(f, ball, climb, starts=[context.X]).sigma,
-            f"ball of radius {ball.R:.4g}",
-        ),
-        context.line(
-            "near the text", ascend(f, near, climb).sigma, f"within {near.r:.4g} of the text"
-        ),
+        ("in the ball", _interval(inside), f"ball of radius {ball.R:.4g}"),
+        ("near the text", _interval(around), f"within {near.r:.4g} of the text"),
     ]
 
 
-def _direction(context: AttackContext) -> list[Line]:
-    found = singular_response(context.f, context.X, seed=context.plan.seed)
+def _direction(attack: Attack, place: Place, f: Map, X: Tensor) -> list[Finding]:
+    found = singular_response(f, X, seed=attack.plan.seed)
     return [
-        Line(
-            layer=context.layer,
-            n=len(context.X),
-            name=f"step {eta:g}",
-            value=ratio,
-            lower=ratio,
-            upper=ratio,
-            detail="‖f(X + ηU) − f(X)‖ / η",
-        )
+        (f"step {eta:g}", (ratio, ratio, ratio), "‖f(X + ηU) − f(X)‖ / η")
         for eta, ratio in zip(found.etas, found.ratios, strict=True)
     ]
 
@@ -427,12 +383,13 @@ TOKEN_SEARCHES: dict[str, Callable[..., Swapped]] = {
 }
 
 
-def _tokens(context: AttackContext) -> list[Line]:
-    plan = context.plan
-    model = context.place.model
-    target = layer_sigma(model, context.layer, seed=plan.seed)
+def _tokens(attack: Attack, place: Place, f: Map, X: Tensor) -> list[Finding]:
+    plan = attack.plan
+    layer = place.site.layer
+    assert layer is not None
+    ids = place.inputs.batch(place.n, place.samples)[0].tolist()
+    target = layer_sigma(place.model, layer, seed=plan.seed)
     found: dict[str, Swapped] = {}
-    interrupted = False
     for number, (name, search) in enumerate(TOKEN_SEARCHES.items()):
         expected = GUIDED_TEXTS * plan.swaps
         options = {"swaps": plan.swaps}
@@ -443,48 +400,38 @@ def _tokens(context: AttackContext) -> list[Line]:
 
         def report(texts: int, number: int = number, expected: int = expected) -> None:
             part = min(texts / (1 + expected), 1.0)
-            context.place.report((number + part) / len(TOKEN_SEARCHES))
+            place.report((number + part) / len(TOKEN_SEARCHES))
 
-        one, interrupted = search_until(
+        one, attack.interrupted = search_until(
             partial(search, **options),
             target,
-            context.ids,
-            until=context.until(number),
+            ids,
+            until=attack.until(layer, number),
             part=AT_ONCE,
             report=report,
         )
         if one is not None:
             found[name] = one
-        if interrupted:
+        if attack.interrupted:
             break
-    lines = [
-        context.line(name, _measured(context, one), _in_words(model, context.ids, one))
-        for name, one in found.items()
-    ]
-    if interrupted:
-        raise StoppedError(lines)
+    # Measured again, to full accuracy and from a random start independent of the search: it
+    # selected its text with the starts it used, so a bound from the same start would not hold with
+    # the stated probability.
+    solver = Solver(seed=fresh_seed(plan.seed, "measure"))
+    lines = []
+    for name, one in found.items():
+        site = place.model.survey(torch.tensor([one.ids])).site("attention", layer)
+        sigma = as_batch(local_lipschitz(site.f, site.X, solver=solver))[0]
+        words = [place.model.tokens([text[i] for i in one.positions]) for text in (ids, one.ids)]
+        changed = [f"{old}→{new} ({i})" for i, old, new in zip(one.positions, *words, strict=True)]
+        stopped = ", stopped early" if one.stopped else ""
+        lines.append(
+            (name, _interval(sigma), f"{', '.join(changed)}; {one.measured} texts{stopped}")
+        )
     return lines
 
 
-def _measured(context: AttackContext, one: Swapped) -> Estimate:
-    """Measure again, to full accuracy and from a random start independent of the search.
-
-    The search selected its text with the starts it used, so a bound from the same start would not
-    hold with the stated probability.
-    """
-    site = context.place.model.survey(torch.tensor([one.ids])).site("attention", context.layer)
-    solver = Solver(seed=fresh_seed(context.plan.seed, "measure"))
-    return as_batch(local_lipschitz(site.f, site.X, solver=solver))[0]
-
-
-def _in_words(model: Model, ids: Sequence[int], one: Swapped) -> str:
-    changed = [(model.tokens([ids[i]])[0], model.tokens([one.ids[i]])[0], i) for i in one.positions]
-    return ", ".join(f"{old}→{new} ({i})" for old, new, i in changed) + (
-        f"; {one.measured} texts{', stopped early' if one.stopped else ''}"
-    )
-
-
-KINDS: dict[str, Callable[[AttackContext], list[Line]]] = {
+KINDS: dict[str, Callable[[Attack, Place, Map, Tensor], list[Finding]]] = {
     "construction": _construction,
     "ascent": _ascent,
     "direction": _direction,

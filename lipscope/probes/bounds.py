@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import check_positive
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import regime
@@ -21,14 +22,12 @@ from lipscope.attention.layer import HeadsApart, SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.clusters import check_engine
-from lipscope.study.probe import Place, Sigma
+from lipscope.study.jobs import check_engine, check_shard
+from lipscope.study.probe import Place, Sigma, threads_for
 from lipscope.study.reading import Text
 from lipscope.study.records import Row
 from lipscope.study.run import Progress, engine_for, gap_of, read_inputs, run
-from lipscope.study.sharding import check_shard
 from lipscope.study.study import Study
-from lipscope.study.work import threads_for
 from lipscope.theorems.registry import REGISTRY, enclosing, evaluate, failed_hypothesis
 from lipscope.theorems.statement import NO_QUERY_BIAS
 
@@ -203,72 +202,40 @@ class Bounds:
                 place.report(i / len(site.members))
                 # Samples are the slower index of the members, heads the faster one.
                 head = i % (len(site.members) // len(place.samples))
-                at = HeadAtSample(
-                    place=place,
-                    member=i,
-                    f=for_one_sequence(site.f.layer.head(head), sample),
-                    X=site.X[sample],
-                    # A little larger, so that rounding does not push the sample itself outside.
-                    R=self.radius or float(site.radius[i]) * (1 + 1e-12),
+                f = for_one_sequence(site.f.layer.head(head), sample)
+                X = site.X[sample]
+                # A little larger, so that rounding does not push the sample itself outside.
+                ball = Ball(self.radius or float(site.radius[i]) * (1 + 1e-12), place.n)
+                row = partial(place.row, i, radius=ball.R)
+                bounds, refused = _bound_rows(row, f, X, ball)
+                began = time.perf_counter()
+                # From the text too: the worst input found is then never smoother than the text.
+                e = ascend(f, ball, self.climb, starts=[X]).sigma
+                rows += bounds
+                rows.append(
+                    row(
+                        WORST,
+                        "local",
+                        (e.value, e.lower, e.upper),
+                        e.status.name.lower(),
+                        residual=e.residual,
+                        seconds=time.perf_counter() - began,
+                        extra={"settings": self.settings, "not_offered": refused},
+                    )
                 )
-                bounds, refused = _bound_rows(at)
-                rows += [*bounds, *self._search_rows(at, refused)]
+                if isinstance(f.kernel, Dot):
+                    reach = regime(f, ball.R).reach
+                    rows.append(
+                        row(
+                            REGIME,
+                            "log length",
+                            (reach, reach, reach),
+                            "evaluated",
+                            residual=0.0,
+                            seconds=0.0,
+                        )
+                    )
         return rows
-
-    def _search_rows(self, at: HeadAtSample, refused: dict[str, str]) -> list[Row]:
-        """The worst input found from the text, the constructions and random starts; the regime."""
-        began = time.perf_counter()
-        # From the text too: the worst input found is then never smoother than the text.
-        e = ascend(at.f, Ball(at.R, at.place.n), self.climb, starts=[at.X]).sigma
-        rows = [
-            at.row(
-                WORST,
-                "local",
-                (e.value, e.lower, e.upper),
-                e.status.name.lower(),
-                residual=e.residual,
-                seconds=time.perf_counter() - began,
-                extra={"settings": self.settings, "not_offered": refused},
-            )
-        ]
-        if isinstance(at.f.kernel, Dot):
-            reach = regime(at.f, at.R).reach
-            rows.append(at.row(REGIME, "log length", (reach, reach, reach)))
-        return rows
-
-
-@dataclass(frozen=True, eq=False)
-class HeadAtSample:
-    """One head at one sample, in a ball of radius R."""
-
-    place: Place
-    member: int
-    f: SelfAttention
-    X: Tensor
-    R: float
-
-    def row(
-        self,
-        probe: str,
-        kind: str,
-        interval: tuple[float, float, float],
-        status: str = "evaluated",
-        *,
-        residual: float = 0.0,
-        seconds: float = 0.0,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Row:
-        return self.place.row(
-            self.member,
-            probe,
-            kind,
-            interval,
-            status,
-            residual=residual,
-            radius=self.R,
-            seconds=seconds,
-            extra=extra,
-        )
 
 
 def for_one_sequence(f: SelfAttention, sample: int = 0) -> SelfAttention:
@@ -280,18 +247,17 @@ def for_one_sequence(f: SelfAttention, sample: int = 0) -> SelfAttention:
     return replace(f, mask=mask, padding=padding)
 
 
-def _bound_rows(at: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
+def _bound_rows(
+    row: Callable[..., Row], f: SelfAttention, X: Tensor, ball: Ball
+) -> tuple[list[Row], dict[str, str]]:
     """The bounds at the sample and on its ball around the origin, and why others do not apply."""
     # Bounds are evaluated in float64 whatever the model is measured in: a rounded bound is none.
-    f = at.f.double()
+    f = f.double()
     rows = []
     refused = {}
     for bound in REGISTRY:
-        domain = enclosing(
-            Point(at.X) if bound.domain is Point else Ball(at.R, at.place.n),
-            bound.domain,
-            bound.kind,
-        )
+        asked = Point(X) if bound.domain is Point else ball
+        domain = enclosing(asked, bound.domain, bound.kind)
         if bound.norm != "2" or domain is None:
             continue
         name = bound.name
@@ -316,5 +282,5 @@ def _bound_rows(at: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
         seconds = time.perf_counter() - began
         # A bound encloses the unknown constant from one side only.
         interval = (value, value, math.inf) if kind == "lower" else (value, 0.0, value)
-        rows.append(at.row(BOUND + name, kind, interval, seconds=seconds))
+        rows.append(row(BOUND + name, kind, interval, "evaluated", residual=0.0, seconds=seconds))
     return rows, refused

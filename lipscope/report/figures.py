@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lipscope.mean_field.dirac_families import Transition
     from lipscope.mean_field.duplication import SplittingMap
-    from lipscope.train.sigma_table import Reading
+    from lipscope.train.monitor import Reading
 
 SIZE = 10.0
 

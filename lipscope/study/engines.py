@@ -1,23 +1,40 @@
-"""Run jobs on the workers of a dask cluster, any of which may die while it does."""
+"""Run jobs on the workers of a dask cluster, any of which may die meanwhile; start clusters."""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from lipscope._types import UserError
-from lipscope.study.jobs import Outcome, Work, attempt, reason
+from lipscope.study.jobs import Outcome, Work, attempt, check_engine, reason
 
 if TYPE_CHECKING:
     from distributed import Client, Future
+
+CONNECT = 20
+"""Seconds to wait for a scheduler."""
+
+BATCH_SYSTEMS = {
+    "slurm": "SLURMCluster",
+    "pbs": "PBSCluster",
+    "lsf": "LSFCluster",
+    "sge": "SGECluster",
+    "oar": "OARCluster",
+    "htcondor": "HTCondorCluster",
+}
+"""Names before the colon, and the classes of dask-jobqueue behind them."""
 
 TRIES = 3
 LOOK_EVERY = 1.0
@@ -28,14 +45,6 @@ WAITING = 60.0
 
 Start = Callable[[int], Work]
 """Called once on each worker with its number of threads; returns the work it does there."""
-
-
-@runtime_checkable
-class Task(Protocol):
-    """What an engine runs; it is hashable, and jobs of one group share what a worker prepares."""
-
-    @property
-    def group(self) -> Hashable: ...
 
 
 log = logging.getLogger(__name__)
@@ -62,12 +71,12 @@ class Engine:
     client: Client
     restore: Callable[[], None] = lambda: None
 
-    def run(self, start: Start, jobs: Sequence[Task]) -> Generator[Outcome]:
+    def run(self, start: Start, jobs: Sequence[Any]) -> Generator[Outcome]:
         """One outcome per job, in the order in which they are done.
 
         Args:
             start: Sets up the work on a worker, before its first job.
-            jobs: The jobs, which share nothing but the work.
+            jobs: The jobs; those of one `group` share what a worker prepares.
 
         Raises:
             UserError: If the work cannot be set up, for a reason that the user can fix.
@@ -75,7 +84,7 @@ class Engine:
         """
         run = _Run(self, start, _Queue(jobs))
         try:
-            while run.queue or run.busy():
+            while run.queue or any(worker.job for worker in run.workers.values()):
                 yield from run.refresh()
                 run.dispatch()
                 yield from run.collect()
@@ -84,8 +93,11 @@ class Engine:
         except Exception:
             run.ask_for_workers()  # raises if the reason is that the scheduler has just ended
             raise
-        finally:
-            run.end()
+        finally:  # cancel what is still running, after an error or an interrupt
+            left = [worker.future for worker in run.workers.values() if worker.future is not None]
+            with suppress(Exception):
+                if left and self.client.status == "running":
+                    self.client.cancel(left)
 
 
 @dataclass
@@ -95,7 +107,7 @@ class _Worker:
     address: str
     future: Future | None = None
     ready: bool = False
-    job: Task | None = None
+    job: Any = None
     last: Hashable = None
 
 
@@ -109,13 +121,10 @@ class _Run:
     token: str = field(default_factory=lambda: uuid4().hex)
     workers: dict[str, _Worker] = field(default_factory=dict)
     finished: SimpleQueue[tuple[_Worker, Future]] = field(default_factory=SimpleQueue)
-    deaths: Counter[Task] = field(default_factory=Counter)
+    deaths: Counter[Any] = field(default_factory=Counter)
     failed_starts: int = 0
     next_look: float = 0.0
     next_word: float = field(default_factory=lambda: time.monotonic() + WAITING)
-
-    def busy(self) -> bool:
-        return any(worker.job for worker in self.workers.values())
 
     def refresh(self) -> Generator[Outcome]:
         """Compare the scheduler's list of workers with ours, once a second."""
@@ -245,13 +254,6 @@ class _Run:
             failure = f"the worker died while running this job, {TRIES} times"
             yield Outcome(worker.job, failure=failure)
 
-    def end(self) -> None:
-        """Cancel what is still running, after an error or an interrupt."""
-        left = [worker.future for worker in self.workers.values() if worker.future is not None]
-        with suppress(Exception):
-            if left and self.engine.client.status == "running":
-                self.engine.client.cancel(left)
-
 
 class _WorkerLostError(Exception):
     """A worker died before its result was here."""
@@ -260,18 +262,18 @@ class _WorkerLostError(Exception):
 class _Queue:
     """Waiting jobs by group, so that a worker keeps the input it has prepared."""
 
-    def __init__(self, jobs: Iterable[Task]) -> None:
-        self._groups: dict[Hashable, deque[Task]] = {}
+    def __init__(self, jobs: Iterable[Any]) -> None:
+        self._groups: dict[Hashable, deque[Any]] = {}
         for job in jobs:
             self._groups.setdefault(job.group, deque()).append(job)
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
-    def put_back(self, job: Task) -> None:
+    def put_back(self, job: Any) -> None:
         self._groups.setdefault(job.group, deque()).appendleft(job)
 
-    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Task:
+    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Any:
         """A job on the worker's own input, else on one no other worker has prepared, else any."""
         elsewhere = {other.last for other in workers if other is not worker}
         own = worker.last if worker.last in self._groups else None
@@ -281,6 +283,166 @@ class _Queue:
         if not self._groups[group]:
             del self._groups[group]
         return job
+
+
+@contextmanager
+def open_engine(workers: int = 1, cluster: str | None = None) -> Iterator[Engine | None]:
+    """The engine for `workers` and `cluster`, which ends with the block.
+
+    Args:
+        workers: Number of worker processes on this machine.
+        cluster: A scheduler (tcp://host:port or tls://host:port), or a batch system and a number
+            of its jobs (slurm:64); see docs/scaling.md.
+
+    Yields:
+        The engine; None if jobs are to be run in this process.
+
+    Raises:
+        UserError: If dask is not installed, or the cluster cannot be reached.
+    """
+    check_engine(workers, cluster)
+    if cluster is None and workers == 1:
+        yield None
+        return
+    # dask reports deaths and lost connections, which the engine handles and names.
+    import distributed  # noqa: F401  # it sets the levels of its loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("distributed", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    with _local(workers) if cluster is None else _named(cluster) as engine:
+        log.info("the dashboard is at %s", engine.client.dashboard_link)
+        yield engine
+
+
+@contextmanager
+def _local(workers: int) -> Iterator[Engine]:
+    """Processes on this machine, which nobody but this process can talk to."""
+    import dask
+    from distributed import LocalCluster, Security
+
+    settings = {
+        # With no allowance, a task is reported with its worker's death rather than kept waiting.
+        "distributed.scheduler.allowed-failures": 0,
+        "distributed.comm.timeouts.connect": "120s",  # a busy machine is no reason to give up
+    }
+    try:
+        with dask.config.set(settings), _interrupts_for_this_process_alone():
+            cluster = LocalCluster(
+                n_workers=workers,
+                # The threads of torch: workers share the cores.
+                threads_per_worker=max(1, (os.cpu_count() or 1) // workers),
+                processes=True,
+                host="127.0.0.1",
+                protocol="tls://",
+                # On a machine with other users, loopback alone keeps nobody from sending us a
+                # pickle.
+                security=Security.temporary(),
+                dashboard_address="127.0.0.1:0",
+                # By default, workers of older versions of dask listen on every interface.
+                worker_dashboard_address="127.0.0.1:0",
+                memory_limit=0,
+                silence_logs=logging.CRITICAL,
+            )
+    except (OSError, RuntimeError, TimeoutError) as error:
+        raise UserError(
+            f"worker processes do not start ({' '.join(str(error).split())[:100]}); in a script, "
+            "call measure under `if __name__ == '__main__':`, or use workers=1"
+        ) from error
+    with _connected(cluster) as client:
+        yield Engine(client, restore=lambda: cluster.scale(workers))
+
+
+@contextmanager
+def _interrupts_for_this_process_alone() -> Iterator[None]:
+    """Start threads and processes that do not receive Ctrl-C, which is for the one that writes."""
+    # Both inherit the mask: the thread of dask's loop, and so the workers it starts later on. But
+    # the first start of a process also starts Python's resource tracker, which lifts the mask.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _named(cluster: str) -> Iterator[Engine]:
+    """What the option --cluster names."""
+    kind, colon, rest = cluster.partition(":")
+    if "://" in cluster:
+        with _connected(cluster) as client:
+            yield Engine(client)
+    elif kind in BATCH_SYSTEMS and colon:
+        if not rest.isdecimal() or int(rest) < 1:
+            raise UserError(f"{cluster}: give the number of batch jobs, as in {kind}:64")
+        # With several workers in a job, dask would not notice that the job has ended.
+        options = {"processes": 1}
+        with _started("dask_jobqueue", BATCH_SYSTEMS[kind], options, int(rest)) as engine:
+            yield engine
+    else:
+        raise UserError(
+            f"{cluster!r} is not a cluster; give the address of a scheduler (tcp://host:port), or "
+            f"a batch system with a number of jobs ({', '.join(BATCH_SYSTEMS)}; as in slurm:64)"
+        )
+
+
+@contextmanager
+def _started(module: str, name: str, options: dict[str, Any], workers: int) -> Iterator[Engine]:
+    """A cluster of some class, started now and ended with the block."""
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        package = module.split(".")[0].replace("_", "-")
+        raise UserError(
+            f"{name} needs {package}; install it with: pip install {package}"
+        ) from error
+    with _one_line(name), _interrupts_for_this_process_alone():
+        cluster = kind(**options)
+
+    def restore() -> None:
+        cluster.scale(workers)
+
+    async def grow() -> None:
+        restore()
+        await cluster  # raises what `scale` alone would only log: no sbatch, or a refusal of it
+
+    with _connected(cluster) as client:
+        with _one_line(name):
+            cluster.sync(grow)
+        yield Engine(client, restore)
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """What keeps a cluster from starting, in one line."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"{name} cannot be started: {why}") from error
+
+
+@contextmanager
+def _connected(cluster: Any) -> Iterator[Client]:
+    """A client of the scheduler at an address, or of a cluster, which ends with the block."""
+    from distributed import Client
+
+    client: Any = None
+    try:
+        try:
+            client = Client(cluster, timeout=CONNECT, set_as_default=False)
+        except (OSError, ValueError, TypeError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise UserError(f"no scheduler answers at {cluster}: {why}") from error
+        # A result that is lost on its way leaves a task of dask behind that nobody waits for.
+        loop: Any = client.loop
+        loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
+        yield client
+    finally:
+        for one in (client, cluster):
+            with suppress(Exception):  # an address has nothing to close
+                one.close()
 
 
 # What follows runs on a worker. One work is kept there, the newest: a model can be large.
@@ -297,7 +459,7 @@ def set_up(token: str, start: Start) -> None:
         _work[token] = start(get_worker().state.nthreads)
 
 
-def run_job(token: str, job: Task) -> Outcome | None:
+def run_job(token: str, job: Any) -> Outcome | None:
     """The outcome of a job; None if the work of its run is not here any more."""
     with _alone:  # a worker with several threads gives them to torch
         work = _work.get(token)

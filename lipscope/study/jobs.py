@@ -1,23 +1,26 @@
-"""The jobs of a study: what was requested, minus what is stored, and how one is attempted."""
+"""The jobs of a study: what was requested, minus what is stored; its shards, and one attempt."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from lipscope._checks import check_whole
 from lipscope._types import UserError
+from lipscope.models.scopes import per
 from lipscope.study.records import FAILED, SIGMA, Row, RowKey, Sensitivity
 
 WHOLE_MODEL = "model"
@@ -27,6 +30,11 @@ GROUPED_TOKENS = 512
 
 MOST_REASON = 10_000
 """Characters of the reason of a failed row."""
+
+MOST_SHARDS = 1_000_000
+
+PACKAGES = ("distributed", "cryptography")
+"""What the extra `cluster` installs."""
 
 Group = tuple[int, tuple[int, ...]]
 """(n, samples): samples of one length that share one forward pass."""
@@ -70,7 +78,7 @@ class Job(NamedTuple):
     def row_keys(self) -> Iterator[RowKey]:
         """(scope, layer, head, n, sample) of every row this job produces."""
         for scope in self.scopes:
-            for head in self.heads if scope == "heads" else (None,):
+            for head in self.heads if per(scope) == "head" else (None,):
                 for sample in self.samples:
                     yield scope, self.layer, head, self.n, sample
 
@@ -127,12 +135,13 @@ class Request:
 
     def places(self) -> list[tuple[int | None, tuple[str, ...], tuple[int, ...]]]:
         """(layer, scopes, heads) of the jobs at every group; no layer for the whole model."""
-        inside = tuple(scope for scope in self.scopes if scope != WHOLE_MODEL)
+        whole = tuple(scope for scope in self.scopes if per(scope) == "model")
+        inside = tuple(scope for scope in self.scopes if scope not in whole)
         places: list[tuple[int | None, tuple[str, ...], tuple[int, ...]]] = [
             (layer, inside, self.heads[layer]) for layer in self.layers if inside
         ]
-        if WHOLE_MODEL in self.scopes:
-            places.append((None, (WHOLE_MODEL,), ()))
+        if whole:
+            places.append((None, whole, ()))
         return places
 
     def jobs(self, done: Collection[RowKey], probe: str = SIGMA, cost: float = 1.0) -> list[Job]:
@@ -188,7 +197,7 @@ class Command(NamedTuple):
     def from_json(data: Any) -> Command:
         """The command that `as_json` wrote; raises KeyError, TypeError or ValueError for others.
 
-        Types and ranges are checked by `lipscope.study.validation`.
+        Types and ranges are checked by `lipscope.study.salvage`.
         """
         asked = Request(
             groups=tuple((n, tuple(samples)) for n, samples in data["asked"]["groups"]),
@@ -205,40 +214,30 @@ MOST_COMPARED = 10_000_000
 """Elements that `command_lines` compares before it keeps every line."""
 
 
-class _Keys(NamedTuple):
-    """The row keys of a request: every place at every sample, without listing the product."""
-
-    places: frozenset[tuple[str, int | None, int | None]]
-    samples: frozenset[tuple[int, int]]
-
-    @classmethod
-    def of(cls, asked: Request) -> _Keys:
+def command_lines(commands: Sequence[Command]) -> list[str]:
+    """The command lines, without those that ask for nothing but what another one asks for."""
+    made = [one for one in commands if one.line]
+    # Every place at every sample, without listing the product.
+    keys: list[tuple[frozenset[Any], frozenset[Any]]] = []
+    for asked in (one.asked for one in made):
         places = frozenset(
             (scope, layer, head)
             for layer, scopes, heads in asked.places()
             for scope in scopes
-            for head in (heads if scope == "heads" else (None,))
+            for head in (heads if per(scope) == "head" else (None,))
         )
         samples = frozenset((n, sample) for n, some in asked.groups for sample in some)
         # A product with nothing is nothing.
-        return cls(places, samples) if places and samples else cls(frozenset(), frozenset())
-
-    def within(self, other: _Keys) -> bool:
-        return self.places <= other.places and self.samples <= other.samples
-
-
-def command_lines(commands: Sequence[Command]) -> list[str]:
-    """The command lines, without those that ask for nothing but what another one asks for."""
-    made = [one for one in commands if one.line]
-    keys = [_Keys.of(one.asked) for one in made]
-    if len(made) * sum(len(one.places) + len(one.samples) for one in keys) > MOST_COMPARED:
+        keys.append((places, samples) if places and samples else (frozenset(), frozenset()))
+    if len(made) * sum(len(places) + len(samples) for places, samples in keys) > MOST_COMPARED:
         return [one.line for one in made]
     return [
         one.line
         for i, one in enumerate(made)
         if not any(
             (one.verb, one.probe_prefix) == (other.verb, other.probe_prefix)
-            and keys[i].within(keys[j])
+            and keys[i][0] <= keys[j][0]
+            and keys[i][1] <= keys[j][1]
             # Of two that ask for the same, the later one stays.
             and (keys[i] != keys[j] or i < j)
             for j, other in enumerate(made)
@@ -291,12 +290,6 @@ def _block(n: int, sample: int) -> int:
     return sample // max(1, GROUPED_TOKENS // n)
 
 
-def run_in_process(work: Work, jobs: Sequence[Any]) -> Generator[Outcome]:
-    """Run one job after the other in this process; fatal errors keep their traceback."""
-    for job in jobs:
-        yield work(job) if job.fatal else attempt(work, job)
-
-
 def attempt(work: Work, job: Any) -> Outcome:
     """The outcome of a job; an error in it is its outcome."""
     try:
@@ -308,3 +301,48 @@ def attempt(work: Work, job: Any) -> Outcome:
 def reason(error: Exception) -> str:
     """An error in one line of a row's status."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The `number`-th of `count` parts, counted from 1."""
+
+    number: int
+    count: int
+
+    def has(self, name: str) -> bool:
+        """Whether the job or model of this name belongs to this part, and to no other."""
+        # A hash rather than a count: the same on every machine, whatever else is asked for.
+        digest = hashlib.sha256(f"lipscope shard {name}".encode()).digest()
+        return int.from_bytes(digest, "big") % self.count == self.number - 1
+
+
+def check_shard(given: Sequence[int]) -> Shard:
+    """(k, N) as a shard, or a UserError."""
+    if len(given) != 2:
+        raise UserError(f"a shard is a pair (k, N), as in (3, 64); got {tuple(given)}")
+    check_whole("the number of shards", given[1], 1, MOST_SHARDS)
+    check_whole("the shard", given[0], 1, given[1])
+    return Shard(*given)
+
+
+def parse_shard(text: str) -> Shard:
+    """The shard that a command line names, as in 3/64."""
+    number, slash, count = text.partition("/")
+    if not slash or not number.isdecimal() or not count.isdecimal() or len(text) > 20:
+        raise UserError(f"--shard takes K/N, as in 3/64; got {text[:40]!r}")
+    return check_shard((int(number), int(count)))
+
+
+def check_engine(workers: int, cluster: str | None) -> None:
+    """Raise UserError for a number of workers or a cluster that cannot be, before work begins."""
+    if workers < 1:
+        raise UserError(f"workers must be at least 1, got {workers}")
+    if cluster is not None and workers > 1:
+        raise UserError(
+            "workers are processes of this machine; give workers or a cluster, not both"
+        )
+    if (cluster is not None or workers > 1) and not all(map(find_spec, PACKAGES)):
+        raise UserError(
+            "workers and clusters need dask; install it with: pip install 'lipscope[cluster]'"
+        )

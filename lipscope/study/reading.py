@@ -1,8 +1,12 @@
-"""The inputs of a study: windows of a text drawn by a stable hash, or inputs measured whole."""
+"""The inputs of a study: texts and their files, windows drawn by a stable hash, whole inputs."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import json
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +21,6 @@ from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.model import Model
 from lipscope.study.records import SampleTokens
-from lipscope.study.texts import TextColumn, content
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
@@ -73,7 +76,11 @@ class SampledText:
 
     def window(self, n: int, sample: int) -> tuple[int, ...]:
         inner = n - len(self.before) - len(self.after)
-        start = offset(len(self.ids) - inner + 1, n, sample, self.seed)
+        # A hash rather than a generator: the same on every machine and in any order of calls. It
+        # has 256 bits, so its remainder is uniform for all practical purposes.
+        name = f"lipscope sample {self.seed} {n} {sample}"
+        digest = hashlib.sha256(name.encode()).digest()
+        start = int.from_bytes(digest, "big") % (len(self.ids) - inner + 1)
         return self.before + self.ids[start : start + inner] + self.after
 
     def batch(self, n: int, samples: Sequence[int]) -> Tensor:
@@ -114,14 +121,6 @@ class FixedInputs:
         return {self.argument: self.batch(0, samples), **chosen}
 
 
-def offset(places: int, n: int, sample: int, seed: int) -> int:
-    """One of `places` starting points, as a function of the arguments only."""
-    # A hash rather than a generator: the same on every machine and in any order of calls. It has
-    # 256 bits, so its remainder is uniform for all practical purposes.
-    digest = hashlib.sha256(f"lipscope sample {seed} {n} {sample}".encode()).digest()
-    return int.from_bytes(digest, "big") % places
-
-
 def read(
     model: Model,
     text: Text = None,
@@ -153,10 +152,18 @@ def read(
     if text is None:
         parts = [default_text()]
         name = "Python's help topics"
-    elif _is_text(text):
+    elif isinstance(text, str | Path | TextColumn):
         parts = [content(text)]
-        name = _text_name(text)
-    elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
+        name = "text"
+        if isinstance(text, TextColumn):
+            name = f"{text.path.name}, column {text.column}"
+        elif isinstance(text, Path):
+            name = text.name
+    elif (
+        isinstance(text, Sequence)
+        and text
+        and all(isinstance(part, str | Path | TextColumn) for part in text)
+    ):
         parts = [content(part) for part in text]
         name = f"{len(text)} texts"
     if parts is None:
@@ -255,29 +262,17 @@ def text_option(text: Any) -> tuple[str, ...] | None:
         return ()
     if isinstance(text, str):
         return "--text", "-"
-    parts = [text] if isinstance(text, Path | TextColumn) else text
-    if not isinstance(parts, list | tuple):
-        return None
+    parts: Sequence[Any] = text if isinstance(text, list | tuple) else [text]
     if not all(isinstance(part, Path | TextColumn) for part in parts):
         return None
-    columns = {part.column if isinstance(part, TextColumn) else None for part in parts}
+    columns = {getattr(part, "column", None) for part in parts}
     if len(columns) != 1:
         return None
     (column,) = columns
-    paths = [part.path if isinstance(part, TextColumn) else part for part in parts]
     # Absolute: the command may be repeated from another directory.
-    words = [word for path in paths for word in ("--text", str(path.absolute()))]
+    paths = [str(getattr(part, "path", part).absolute()) for part in parts]
+    words = [word for path in paths for word in ("--text", path)]
     return (*words, *(() if column is None else ("--column", column)))
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, str | Path | TextColumn)
-
-
-def _text_name(text: str | Path | TextColumn) -> str:
-    if isinstance(text, TextColumn):
-        return f"{text.path.name}, column {text.column}"
-    return text.name if isinstance(text, Path) else "text"
 
 
 def _id_rows(text: Text) -> list[list[int]]:
@@ -336,7 +331,15 @@ def _read_inputs(model: Model, inputs: Any) -> FixedInputs:
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     if not given:
         argument = "inputs_embeds" if kind == "input_ids" else kind
-        given = {argument: _checked_tensor(argument, inputs)}
+        what, rank = KINDS.get(argument, (argument, None))
+        is_tensor = isinstance(inputs, torch.Tensor)
+        if not (is_tensor and inputs.is_floating_point()) or (
+            rank is not None and inputs.ndim not in (rank - 1, rank)
+        ):
+            found = tuple(inputs.shape) if is_tensor else type(inputs).__name__
+            raise UserError(f"inputs of this model must be floating-point {what}, got {found}")
+        # A single sample may come without the dimension of samples.
+        given = {argument: inputs[None] if inputs.ndim + 1 == rank else inputs}
     argument = kind if kind in given else next(iter(given))
     count = len(given[argument]) if isinstance(given[argument], torch.Tensor) else 0
     for name, values in given.items():
@@ -370,22 +373,107 @@ def _read_inputs(model: Model, inputs: Any) -> FixedInputs:
     )
 
 
-def _checked_tensor(argument: str, inputs: Any) -> Tensor:
-    """One tensor with samples first; a single sample may come without that dimension."""
-    what, rank = KINDS.get(argument, (argument, None))
-    if (
-        not isinstance(inputs, torch.Tensor)
-        or not inputs.is_floating_point()
-        or (rank is not None and inputs.ndim not in (rank - 1, rank))
-    ):
-        found = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-        raise UserError(f"inputs of this model must be floating-point {what}, got {found}")
-    return inputs[None] if inputs.ndim + 1 == rank else inputs
-
-
 def _digest(*parts: bytes) -> str:
     # Lengths first: ("ab", "c") and ("a", "bc") must not have the same digest.
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """One column of a table of texts, CSV, TSV or JSONL by the suffix.
+
+    column: its name in the header line or in the records, or, in a CSV or TSV file without a header
+            line, its number, from 1
+    """
+
+    path: Path
+    column: str
+
+    def read(self) -> str:
+        """The texts of the column, one per line."""
+        whole = read_file(self.path)
+        try:
+            cells = list(self._cells(whole))
+        except UserError:
+            raise
+        except (csv.Error, ValueError, RecursionError) as error:
+            raise UserError(f"{self.path} cannot be read as a table: {error}") from error
+        # A text with line breaks of its own is still one text, on one line.
+        return "\n".join(" ".join(cell.split()) for cell in cells)
+
+    def _cells(self, whole: str) -> Iterator[str]:
+        if self.path.suffix.lower() in (".jsonl", ".ndjson"):
+            records = [json.loads(line) for line in whole.splitlines() if line.strip()]
+            for number, record in enumerate(records, 1):
+                if not isinstance(record, dict):
+                    raise UserError(
+                        f"{self.path}: record {number} is not a JSON object with columns, "
+                        f"but {type(record).__name__}"
+                    )
+            found = {key: None for r in records for key in r}
+            self._check(list(found))
+            yield from (str(r[self.column]) for r in records if self.column in r)
+            return
+        delimiter = "\t" if self.path.suffix.lower() == ".tsv" else ","
+        rows = csv.reader(io.StringIO(whole, newline=""), delimiter=delimiter)
+        first = next(rows, [])
+        number = int(self.column) if self.column.isdecimal() and len(self.column) < 9 else 0
+        if 1 <= number <= len(first):
+            # Digits are no name: the first line may hold them as the class of its text.
+            yield first[number - 1]
+            place = number - 1
+        else:
+            self._check(first)
+            place = first.index(self.column)
+        yield from (row[place] for row in rows if len(row) > place)
+
+    def _check(self, columns: Sequence[str]) -> None:
+        if self.column not in columns:
+            listed = ", ".join(columns)[:200] or "none"
+            raise UserError(
+                f"{self.path} has no column {self.column!r}; its columns are {listed}; of a table "
+                "without a header line, give the number of the column"
+            )
+
+
+def read_file(path: Path) -> str:
+    """The text of a UTF-8 file, without the byte order mark that some editors write."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte {error.start}); convert it first"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot read the text {path}: {error.strerror}") from error
+
+
+class Prose(str):
+    """A string that is a text even if a file has this name, such as a line read from a file."""
+
+
+def content(text: object) -> str:
+    """Return the text, read from its file if need be.
+
+    Raises:
+        UserError: If a file cannot be read, or a string is the name of a file: it would be measured
+            in place of the file, and the numbers would look plausible.
+    """
+    if isinstance(text, TextColumn):
+        return text.read()
+    if isinstance(text, Path):
+        return read_file(text)
+    if not isinstance(text, str):
+        raise UserError(f"a text must be a string or a file (Path), got {abbreviate(text)}")
+    # A directory is not a text that could be meant, and its name ("data", ".") may well be one.
+    # os.path.exists is False for strings that cannot be paths: too long, or with NUL characters.
+    if not isinstance(text, Prose) and os.path.exists(text) and not os.path.isdir(text):
+        raise UserError(
+            f"the text {abbreviate(text)} is the name of a file; give Path({abbreviate(text)}) to "
+            "read the "
+            "file, or add a line break to use the name as a text"
+        )
+    return text

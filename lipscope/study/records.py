@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from lipscope._types import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 
@@ -80,19 +84,6 @@ class Row(NamedTuple):
     def flat(self) -> tuple[Any, ...]:
         """The fields in order, with `extra` as text, for tables."""
         return (*self[:-1], json.dumps(self.extra) if self.extra else "")
-
-    def check(self) -> Row:
-        """Return this row; raises ValueError if it contradicts itself."""
-        if math.isnan(self.lower) or math.isnan(self.upper):
-            raise ValueError(
-                f"lower <= value <= upper needs numbers, if need be 0 and infinity: {self}"
-            )
-        if math.isnan(self.value):
-            if not self.failing:
-                raise ValueError(f"status {self.status!r} promises a value, and it is NaN: {self}")
-        elif not self.lower <= self.value <= self.upper:
-            raise ValueError(f"lower <= value <= upper does not hold: {self}")
-        return self
 
 
 COLUMNS = Row._fields
@@ -174,28 +165,36 @@ class StudyHeader:
     about: Description
 
 
-_EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
-    "str": ((str,), "unknown"),
-    "int": ((int,), 0),
-    "bool": ((bool,), False),
-    "float": ((int, float), 0.0),
-    "int | None": ((int, type(None)), None),
-    "float | None": ((int, float, type(None)), None),
-    "dict[str, str]": ((dict,), {}),
+_EMPTY: dict[str, Any] = {
+    "str": "unknown",
+    "int": 0,
+    "bool": False,
+    "float": 0.0,
+    "int | None": None,
+    "float | None": None,
+    "dict[str, str]": {},
 }
-"""Per annotation, the types that a field may have and what stands for a lost one."""
-
-
-def well_typed(kind: type[Any], facts: Any) -> bool:
-    """Whether facts are a dict whose fields have the types of a Fingerprint or Description."""
-    # type(x), not isinstance: True is an int, and no number of layers.
-    return isinstance(facts, dict) and all(
-        type(facts[f.name]) in _EMPTY[str(f.type)][0] for f in fields(kind) if f.name in facts
-    )
+"""What stands for a lost field, by its annotation."""
 
 
 def record_of(kind: type[T], facts: Any) -> T:
     """A Fingerprint or Description from facts that may lack fields, or be lost."""
     known = facts if isinstance(facts, dict) else {}
-    empty = {f.name: _EMPTY[str(f.type)][1] for f in fields(kind)}  # type: ignore[arg-type]
+    empty = {f.name: _EMPTY[str(f.type)] for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: known.get(name, value) for name, value in empty.items()})
+
+
+def data_frame(records: Iterable[tuple[Any, ...]], columns: Sequence[str]) -> pd.DataFrame:
+    """A DataFrame with these columns; `layer` and `head` are nullable integers.
+
+    Raises:
+        UserError: If pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UserError(
+            "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
+        ) from error
+    frame = pd.DataFrame.from_records(list(records), columns=list(columns))
+    return frame.astype({name: "Int64" for name in ("layer", "head") if name in columns})

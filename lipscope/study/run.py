@@ -18,40 +18,42 @@ from torch import Tensor
 from lipscope import __version__
 from lipscope._ambient import entry_point
 from lipscope._checks import check_arguments
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.models.scopes import SCOPES, Scope, check_scope_names
+from lipscope.models.scopes import SCOPES, Scope, check_scope_names, per
 from lipscope.models.sites import Survey
-from lipscope.study.clusters import check_engine, open_engine
-from lipscope.study.engines import Engine, Start
+from lipscope.study.engines import Engine, Start, open_engine
 from lipscope.study.jobs import (
-    WHOLE_MODEL,
     Command,
     Outcome,
     Request,
+    Shard,
+    attempt,
+    check_engine,
+    check_shard,
     grouped,
-    run_in_process,
 )
-from lipscope.study.probe import Place, Probe, Sigma
-from lipscope.study.ranks import RankEngine, open_rank_engine
-from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
-from lipscope.study.records import Description, Fingerprint, StudyHeader
-from lipscope.study.sharding import Shard, check_shard
-from lipscope.study.store import Kept, Store
-from lipscope.study.study import Study
-from lipscope.study.work import (
+from lipscope.study.probe import (
     NUMERIC_VERSION,
+    Place,
+    Probe,
     ProbeWork,
+    Sigma,
     config_digest,
     portable,
     start_probes,
     survey,
     threads_for,
 )
+from lipscope.study.ranks import RankEngine, open_rank_engine
+from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
+from lipscope.study.records import Description, Fingerprint, StudyHeader
+from lipscope.study.store import Kept, Store
+from lipscope.study.study import Study
 
 Progress = Callable[[float, float], None]
 """Called with the work done and the total work, at the start and after every job."""
@@ -294,7 +296,10 @@ def run(
     except BaseException:
         store.close()
         raise
-    return reopened(store)
+    if store.directory is None:
+        return Study(store)
+    store.close()  # a study does not hold the lock of its directory
+    return Study.open(store.directory)
 
 
 def run_jobs(
@@ -310,52 +315,18 @@ def run_jobs(
 ) -> dict[Any, str]:
     """Run the jobs of a shard, in this process by `work` or on an engine, and store what they find.
 
+    Every outcome is stored before the next one is requested. What is stored stays, whatever happens
+    next; a KeyboardInterrupt passes with a note on how much that is and how to resume.
+
     Args:
         work: Does a job in this process; reports its progress to `work.report`.
         start: Sets up the same work on a worker; None if there is no engine.
-        jobs: The jobs.
-        store: Where the rows and records go.
         info: The header of the study; None if all errors end the run.
-        engine: Opens the engine; None runs the jobs in this process.
-        shard: The part of the jobs to run. Default: all.
-        progress: Called with the work done and the total work.
 
     Returns:
         The reasons of jobs that failed.
     """
     jobs = [job for job in jobs if shard is None or shard.has(job.place)]
-    with engine() if jobs else nullcontext() as running:
-        if running is None:
-            outcomes = run_in_process(work, jobs)
-            return store_outcomes(outcomes, store, jobs, info, progress, work)
-        assert start is not None
-        return store_outcomes(running.run(start, jobs), store, jobs, info, progress)
-
-
-def reopened(store: Store) -> Study:
-    """The study in a store that was written to; it does not hold the lock of the directory."""
-    if store.directory is None:
-        return Study(store)
-    store.close()
-    return Study.open(store.directory)
-
-
-def store_outcomes(
-    outcomes: Generator[Outcome],
-    store: Store | Kept,
-    jobs: Sequence[Any],
-    info: StudyHeader | None,
-    progress: Progress | None = None,
-    work: Any = None,
-) -> dict[Any, str]:
-    """Store every outcome before the next one is requested.
-
-    What is stored stays, whatever happens next; a KeyboardInterrupt passes with a note on how much
-    that is and how to resume. Work in this process reports the progress of its current job.
-
-    Returns:
-        The reasons of jobs that failed.
-    """
     total = sum(job.weight for job in jobs)
     done = 0.0
     kept = 0
@@ -363,26 +334,33 @@ def store_outcomes(
 
     def tell(share: float) -> None:
         if progress is not None:
-            # Only work in this process tells shares of a job, and it does jobs in their order.
+            # Only work in this process reports shares of a job, and it does jobs in their order.
             current = jobs[kept].weight if share else 0.0
             progress(done + min(share, 1.0) * current, total)
 
-    if work is not None:
-        work.report = tell
     try:
-        tell(0.0)
-        with closing(outcomes):  # on any error the workers end now, not at exit
-            for job, rows, sensitivities, failure, records in outcomes:
-                if failure is not None and job.fatal:
-                    raise UserError(failure)
-                if failure is not None:
-                    failed[job] = failure
-                    assert info is not None
-                    rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
-                store.write(rows, sensitivities, records)
-                done = done + job.weight
-                kept = kept + 1
-                tell(0.0)
+        with engine() if jobs else nullcontext() as running:
+            outcomes: Generator[Outcome]
+            if running is None:
+                work.report = tell
+                # Fatal errors keep their traceback.
+                outcomes = (work(job) if job.fatal else attempt(work, job) for job in jobs)
+            else:
+                assert start is not None
+                outcomes = running.run(start, jobs)
+            tell(0.0)
+            with closing(outcomes):  # on any error the workers end now, not at exit
+                for job, rows, sensitivities, failure, records in outcomes:
+                    if failure is not None and job.fatal:
+                        raise UserError(failure)
+                    if failure is not None:
+                        failed[job] = failure
+                        assert info is not None
+                        rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
+                    store.write(rows, sensitivities, records)
+                    done = done + job.weight
+                    kept = kept + 1
+                    tell(0.0)
     except KeyboardInterrupt as stop:
         stop.add_note(
             "Stopped; nothing was saved, because no --out directory was given."
@@ -464,8 +442,9 @@ def _request(
     with threads_for(n * len(samples)):
         trial = survey(model, inputs, n, samples)
         numbers: dict[int, tuple[int, ...]] = {}
+        whole = [scope for scope in scopes if per(scope) == "model"]
         for layer in chosen:
-            sites = [trial.site(scope, layer, heads) for scope in scopes if scope != WHOLE_MODEL]
+            sites = [trial.site(scope, layer, heads) for scope in scopes if scope not in whole]
             numbers[layer] = tuple(
                 dict.fromkeys(
                     head for site in sites for _, head in site.members if head is not None
@@ -476,8 +455,8 @@ def _request(
                 for probe in probes:
                     if site.scope in probe.scopes:
                         probe.check(place)
-        if WHOLE_MODEL in scopes:
-            trial.site(WHOLE_MODEL)  # raises if the model has no such map
+        for scope in whole:
+            trial.site(scope)  # raises if the model has no such map
     return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=scopes), trial
 
 
@@ -538,7 +517,7 @@ def _line(
     """The command line of a study; other commands than measure fix what their options lack."""
     lengths = sorted({n for n, _ in request.groups})
     samples = len(inputs.pairs) // len(lengths)
-    heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
+    heads = request.heads[request.layers[0]] if "head" in map(per, request.scopes) else ()
     some = ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None
     if verb != "measure" and (samples != 1 or some is not None):
         return ""  # only Python can ask for this

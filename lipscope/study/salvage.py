@@ -1,31 +1,276 @@
-"""Checksums of what a study stores, and reads that keep what is intact and name what is lost.
+"""What is intact in the file of a study: checksums, checks of sense, and reads that salvage it.
 
-An intact row or record has the right checksum and makes sense (`lipscope.study.validation`). No
-read returns more than the file can hold, or a row twice, even if its pages refer to each other in
-circles.
+A checksum is against accidents: a stranger can compute one for anything. So every row and record
+also has to make sense, when it is written and whenever it is read; one that does not counts as
+lost. The ranges bound the work of a reader by the size of the file: no read returns more than the
+file can hold, or a row twice, even if its pages refer to each other in circles.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import struct
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lipscope.study.validation import valid_record, valid_row
+from lipscope._types import UserError
+from lipscope.study.jobs import WHOLE_MODEL, Command
+from lipscope.study.records import BUDGET, COLUMNS, FAILING, OBSERVED, WORST_CASE
+
+INFO = "info"
+TOKENS = "tokens"
+NORMS = "token norms"
+CLAIM = "claim"
+"""Kinds of records: facts about the study, the tokens of a sample, the token norms of a row, and
+what a claim of `lipscope reproduce` measured."""
+
+IDENTITY = "identity"
+ABOUT = "about"
+COMMANDS = "commands"
+"""Keys of facts."""
+
+MOST_PLACES = 100_000
+MOST_TOKENS = 2**31
+MOST_COMMANDS = 1_000
+MOST_JOBS = 1_000_000
+"""Layers and heads of a model, tokens of a sample, commands of a study, and jobs that they ask for
+together."""
 
 Record = tuple[Any, ...]
+
+# A form is a number for a text of at most so many characters, a range for integers, a type, a list
+# for lists of one form, a tuple for a list of several, a dict for an object, or a function. Keys
+# that an object lacks, or that the form does not have, are right.
+_NAME = 1_000
+_TEXT = 100_000
+_PLACE = range(MOST_PLACES + 1)
+_LENGTH = range(1, MOST_TOKENS + 1)
+_COUNT = range(2**53 + 1)
+_SEED = range(-(2**63), 2**64 + 1)
+
+
+def _fits(x: Any, form: Any) -> bool:
+    """Whether what JSON or SQLite holds has a form."""
+    if isinstance(form, int):
+        return isinstance(x, str) and len(x) <= form
+    if isinstance(form, range):
+        return type(x) is int and x in form
+    if isinstance(form, type):
+        return type(x) is form
+    if isinstance(form, list):
+        return isinstance(x, list) and all(_fits(one, form[0]) for one in x)
+    if isinstance(form, tuple):
+        return isinstance(x, list) and len(x) == len(form) and all(map(_fits, x, form))
+    if isinstance(form, dict):
+        return type(x) is dict and all(_fits(x[key], form[key]) for key in form if key in x)
+    return bool(form(x))
+
+
+def _maybe(form: Any) -> Callable[[Any], bool]:
+    return lambda x: x is None or _fits(x, form)
+
+
+def _table(most: int) -> Callable[[Any], bool]:
+    """The form of an object whose keys and values are texts."""
+    return lambda x: (
+        type(x) is dict
+        and len(x) <= _NAME
+        and all(_fits(text, most) for pair in x.items() for text in pair)
+    )
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) is float or _fits(x, range(-(2**63), 2**63 + 1))
+
+
+def _is_size(x: Any) -> bool:
+    return type(x) in (int, float) and x >= 0
+
+
+def _is_square(x: Any) -> bool:
+    return _is_number(x) and not x < 0  # NaN where a run overflows
+
+
+_IDENTITY = {
+    **dict.fromkeys(("weights", "config", "revision", "tokenizer", "text", "dtype", "mask"), _NAME),
+    "special_tokens": bool,
+    "tol": _is_size,
+    "seed": _SEED,
+    "numeric_version": range(2**31 + 1),
+    "gap": _maybe(_is_size),
+}
+_ABOUT = {
+    **dict.fromkeys(("model", "architecture", "device", "text", "command"), _TEXT),
+    "layers": _PLACE,
+    "heads": _PLACE,
+    "text_tokens": _COUNT,
+    "scopes": _table(_TEXT),
+    "versions": _table(_TEXT),
+    "difference_to_eager": lambda x: type(x) in (int, float) and abs(x) <= math.inf,
+    "confidence": lambda x: type(x) in (int, float) and 0 <= x <= 1,
+    "random_init": _maybe(_SEED),
+}
+_COMMAND = {
+    "verb": _NAME,
+    "line": _TEXT,
+    "probe": _TEXT,
+    "asked": {
+        "groups": [(_LENGTH, [_COUNT])],
+        "layers": [_PLACE],
+        "heads": [(_PLACE, [_PLACE])],
+        "scopes": [_NAME],
+    },
+}
+_ROW = {
+    **dict.fromkeys(("probe", "scope", "kind", "norm", "status", "dtype", "device"), _NAME),
+    "layer": range(-1, MOST_PLACES + 1),
+    "head": range(-1, MOST_PLACES + 1),
+    "n": _LENGTH,
+    "sample": _COUNT,
+    **dict.fromkeys(("value", "residual"), _maybe(float)),
+    **dict.fromkeys(("radius", "seconds"), _maybe(lambda x: type(x) is float and x >= 0)),
+    **dict.fromkeys(("lower", "upper"), lambda x: type(x) is float and not math.isnan(x)),
+    "reason": _TEXT,
+    "extra": {
+        "settings": _maybe(dict),
+        "detail": _TEXT,
+        "format": _TEXT,
+        "order": range(MOST_JOBS + 1),
+        "not_offered": lambda x: type(x) is dict and _fits(list(x.values()), [_TEXT]),
+    },
+}
+_SITE = (_NAME, _maybe(_PLACE), _NAME, _maybe(_PLACE))
+_PART = {
+    "n": _LENGTH,
+    "summed": bool,
+    "sites": [_SITE],
+    "q": [[_is_number]],
+    "size": _is_square,
+    "observed": _maybe(_is_square),
+    "curved": _maybe((_is_square, _is_square)),
+}
+_NORMS_AT = (_NAME, _maybe(_PLACE), _maybe(_PLACE), _LENGTH, _COUNT)
+_BUDGET_AT = (_NAME, range(MOST_JOBS + 1), bool, bool, _SEED, _COUNT, _LENGTH, _NAME)
+_CLAIM = {
+    **dict.fromkeys(("id", "device", "code", "version"), _NAME),
+    "used": _table(_NAME),
+    "numbers": dict,
+    "quick": bool,
+    "seed": _SEED,
+    "seconds": _is_number,
+}
+
+
+def valid_row(record: Record) -> bool:
+    """Whether a row, as it is stored, has the right types and ranges and no contradiction."""
+    try:
+        row = dict(zip(COLUMNS, record, strict=True))
+        row["extra"] = json.loads(row["extra"]) if _fits(row["extra"], _TEXT) else None
+    except (ValueError, RecursionError):  # too few fields, no JSON, deep nesting
+        return False
+    if not _fits(row, _ROW):
+        return False
+    # NaN is stored as NULL.
+    if row["value"] is None:
+        return row["status"] in FAILING
+    return bool(row["lower"] <= row["value"] <= row["upper"])
+
+
+def valid_record(record: Record) -> bool:
+    """Whether a record (kind, key, value) is what its kind promises; unknown kinds are."""
+    try:
+        kind, key, value = record
+        if not _fits(kind, _NAME) or not _fits(key, _TEXT) or not isinstance(value, str | bytes):
+            return False
+        check = _FACTS.get(key) if kind == INFO else _KINDS.get(kind)
+        return check is None or check(key, value)
+    # What JSON and the checks below say to nonsense: no JSON, deep nesting, huge integers.
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+        return False
+
+
+@lru_cache(maxsize=2)  # a command reads this record several times, and it may be long
+def _commands(key: str, value: str | bytes) -> bool:
+    listed = json.loads(value)
+    if not isinstance(listed, list) or len(listed) > MOST_COMMANDS or not _fits(listed, [_COMMAND]):
+        return False
+    jobs = 0
+    for one in listed:
+        asked = Command.from_json(one).asked
+        samples = [some for _, some in asked.groups]
+        lists = (asked.layers, asked.scopes, *asked.heads.values(), *samples)
+        if not all(samples) or any(len(set(some)) < len(some) for some in lists):
+            return False
+        if not set(asked.layers) <= set(asked.heads):
+            return False
+        jobs += len(asked.groups) * (len(asked.layers) + 1)
+    return jobs <= MOST_JOBS
+
+
+def _tokens(key: str, value: str | bytes) -> bool:
+    where = json.loads(key)
+    tokens = json.loads(value)
+    return _fits(where, (_LENGTH, _COUNT)) and _fits(tokens, [_TEXT]) and len(tokens) == where[0]
+
+
+def _norms(key: str, value: str | bytes) -> bool:
+    where = json.loads(key)
+    if not _fits(where, _NORMS_AT):
+        return False
+    if not isinstance(value, bytes) or len(value) != 8 * where[3]:
+        return False
+    norms = array("f", value)
+    # The sum is NaN if one of them is. Each list has norm 1, up to rounding.
+    return min(norms) >= 0 and max(norms) <= 1.01 and math.isfinite(sum(norms))
+
+
+def _budget(key: str, value: str | bytes) -> bool:
+    where = json.loads(key)
+    part = json.loads(value)
+    if not (_fits(where, _BUDGET_AT) and _fits(part, _PART) and part.keys() >= _PART.keys()):
+        return False
+    # One row per probe, one column per site.
+    sites = len(part["sites"])
+    rows = where[1] if sites else 0
+    products = part["q"]
+    return part["n"] == where[6] and len(products) == rows and {*map(len, products)} <= {sites}
+
+
+def _worst_case(key: str, value: str | bytes) -> bool:
+    return _fits(json.loads(key), (_NAME, _NAME)) and _is_number(json.loads(value))
+
+
+def _claim(key: str, value: str | bytes) -> bool:
+    record = json.loads(value)
+    return _fits(record, _CLAIM) and record.keys() == _CLAIM.keys()
+
+
+_FACTS: dict[str, Callable[[str, str | bytes], bool]] = {
+    IDENTITY: lambda key, value: _fits(json.loads(value), _IDENTITY),
+    ABOUT: lambda key, value: _fits(json.loads(value), _ABOUT),
+    COMMANDS: _commands,
+}
+_KINDS: dict[str, Callable[[str, str | bytes], bool]] = {
+    TOKENS: _tokens,
+    NORMS: _norms,
+    BUDGET: _budget,
+    WORST_CASE: _worst_case,
+    CLAIM: _claim,
+}
 
 # What SQLite reports when its surroundings fail: locked, read-only, interrupted, I/O, full, cannot
 # open, permissions. Any other error of a fixed SELECT comes from the content of the file.
 _NOT_DAMAGE = (3, 5, 6, 8, 9, 10, 13, 14, 23)
 _SHORT_READ = 522
 
-_SIZES = ("page_count", "page_size")
-
+_TEXTS = [i for i, name in enumerate(COLUMNS[:17]) if _ROW[name] == _NAME]
+_NUMERIC = [i for i in range(17) if i not in _TEXTS]
 _NUMBERS = struct.Struct("<4q6d")
 
 
@@ -36,25 +281,11 @@ def row_checksum(record: Record) -> int:
     value, lower, upper, residual, radius, seconds as doubles, little-endian, NaN where NULL.
     """
     try:
-        probe, scope, layer, head, n, sample, kind, norm, *rest = record
-        value, lower, upper, residual, status, radius, dtype, device, seconds, *last = rest
-        words = (probe, scope, kind, norm, status, dtype, device, *last)
-        texts = zlib.crc32("\0".join(words).encode())
-        numbers = _NUMBERS.pack(
-            layer,
-            head,
-            n,
-            sample,
-            math.nan if value is None else value,
-            lower,
-            upper,
-            math.nan if residual is None else residual,
-            math.nan if radius is None else radius,
-            math.nan if seconds is None else seconds,
-        )
-    except (TypeError, ValueError, OverflowError, struct.error):
+        words = (*(record[i] for i in _TEXTS), *record[17:])
+        numbers = (math.nan if record[i] is None else record[i] for i in _NUMERIC)
+        return zlib.crc32(_NUMBERS.pack(*numbers), zlib.crc32("\0".join(words).encode()))
+    except (IndexError, TypeError, ValueError, OverflowError, struct.error):
         return -1
-    return zlib.crc32(numbers, texts)
 
 
 def record_checksum(record: Record) -> int:
@@ -83,6 +314,11 @@ class Table(NamedTuple):
     def is_intact(self, row: Record) -> bool:
         """Whether a row, checksum included, is as lipscope wrote it and makes sense."""
         return self.checksum(row[:-1]) == row[-1] and self.valid(row[:-1])
+
+    @property
+    def insert(self) -> str:
+        """A statement that stores a record, and replaces one with the same key."""
+        return f"INSERT OR REPLACE INTO {self.name} VALUES ({', '.join('?' * self.columns)})"
 
     def scan(self, order: str = "") -> str:
         """A query for rowids and records that takes no column by name: names may be damaged too."""
@@ -148,13 +384,9 @@ class _Limit:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in _SIZES)
-        self._left = self._whole = pages * size
-
-    def again(self) -> _Limit:
-        """Begin to count again, for a query that reads the same rows once more."""
-        self._left = self._whole
-        return self
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        self._left = pages * size
 
     def read(self, query: str) -> Iterator[Record]:
         """Run a query whose first column is the rowid.
@@ -199,14 +431,14 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     # Damaged text must not stop a read; its checksum will not match.
     db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
     width = len(table.key)
-    limit = _Limit(db)
     keys = dict[int, Record]()
     rows = dict[int, Record]()
     columns = ", ".join(table.key)
     by_key = f"SELECT rowid, {columns} FROM {table.name} INDEXED BY {table.name}_key"
-    index_read = _read_into(keys, limit, f"{by_key} ORDER BY {columns}")
-    table_read = _read_into(rows, limit.again(), table.scan(" ORDER BY rowid"))
-    limit.again()
+    # Each query reads the same rows once more, and so counts them from the beginning.
+    index_read = _read_into(keys, _Limit(db), f"{by_key} ORDER BY {columns}")
+    table_read = _read_into(rows, _Limit(db), table.scan(" ORDER BY rowid"))
+    limit = _Limit(db)
     for missing in keys.keys() - rows.keys():
         _read_into(rows, limit, table.scan(f" WHERE rowid = {missing}"))
     db.text_factory = str
@@ -236,3 +468,47 @@ def _read_into(found: dict[int, Record], limit: _Limit, query: str) -> bool:
     except (MemoryError, UnicodeError):
         return False
     return True
+
+
+def copy_rows(old: sqlite3.Connection, new: sqlite3.Connection) -> None:
+    """Copy everything from a study of schema 2 to an empty one; raises UserError if some is lost.
+
+    The schema of the old one must have been compared with ours.
+    """
+    rows = read(old, ROWS_2)
+    records = read(old, RECORDS)
+    if rows.lost or rows.unknown or records.lost or records.unknown:
+        raise UserError(
+            "this study is damaged, and of an older schema (2), which cannot be repaired; export "
+            "it with the lipscope that wrote it, or measure again"
+        )
+    today = map(_converted, rows.intact)
+    new.executemany(ROWS.insert, [(*row, row_checksum(row)) for row in today])
+    kept = [(*record, record_checksum(record)) for record in records.intact]
+    new.executemany(RECORDS.insert, kept)
+
+
+def _converted(record: Record) -> Record:
+    """A row of schema 2 in today's form: the format was the scope, a share the residual."""
+    probe, scope, *where, value, lower, upper, residual, status, radius, dtype, device, s = record
+    extra = {}
+    if probe in (BUDGET, OBSERVED, WORST_CASE):
+        extra = {"format": scope}
+        if residual is not None:
+            extra["second_order"] = residual
+        probe = f"{probe}: {scope}"
+        scope = WHOLE_MODEL
+        residual = None
+    code, _, reason = status.partition(": ")
+    numbers = (value, lower, upper, residual, code, radius, dtype, device, s)
+    return (probe, scope, *where, *numbers, reason, json.dumps(extra))
+
+
+def _valid(record: Record) -> bool:
+    try:
+        return valid_row(_converted(record))
+    except (AttributeError, ValueError, TypeError):
+        return False
+
+
+ROWS_2 = ROWS._replace(columns=ROWS.columns - 2, valid=_valid)

@@ -38,9 +38,7 @@ from lipscope.study.records import (
     StudyHeader,
     record_of,
 )
-from lipscope.study.salvage import RECORDS, ROWS, Record, Table, record_checksum, row_checksum
-from lipscope.study.salvage import read as read_table
-from lipscope.study.validation import (
+from lipscope.study.salvage import (
     ABOUT,
     CLAIM,
     COMMANDS,
@@ -49,11 +47,17 @@ from lipscope.study.validation import (
     MOST_COMMANDS,
     MOST_JOBS,
     NORMS,
+    RECORDS,
+    ROWS,
     TOKENS,
-    parsed_commands,
+    Record,
+    Table,
+    record_checksum,
+    row_checksum,
     valid_record,
     valid_row,
 )
+from lipscope.study.salvage import read as read_table
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -180,7 +184,8 @@ class Store:
 
     def commands(self) -> list[Command]:
         """The commands that made the study, in the order of their first run."""
-        return parsed_commands(self.get(INFO, COMMANDS))
+        listed = self.get(INFO, COMMANDS)
+        return [Command.from_json(one) for one in json.loads(listed)] if listed else []
 
     def write(
         self,
@@ -195,16 +200,12 @@ class Store:
         self._new = False
         stored = []
         for row in rows:
-            record = _stored(row.check())
+            record = _stored(row)
             if not valid_row(record):
                 raise ValueError(f"a study cannot hold this row: {row}")
-            stored.append(record)
-        marks = ", ".join("?" * (len(COLUMNS) + 1))
+            stored.append((*record, row_checksum(record)))
         with self._transaction():
-            self._db.executemany(
-                f"INSERT OR REPLACE INTO rows VALUES ({marks})",
-                [(*record, row_checksum(record)) for record in stored],
-            )
+            self._db.executemany(ROWS.insert, stored)
             # float32: these norms are shown to two digits, and there are n of them per row.
             norms = (
                 (NORMS, json.dumps(s[:5]), array("f", (*s.right, *s.left)).tobytes())
@@ -220,12 +221,7 @@ class Store:
 
     def put(self, kind: str, key: str, value: str | bytes) -> None:
         """Store a record of some kind under a key, replacing one with the same kind and key."""
-        self.put_all([(kind, key, value)])
-
-    def put_all(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
-        """Store records (kind, key, value), all of them or none."""
-        with self._transaction():
-            self._put(records)
+        self.write((), records=[(kind, key, value)])
 
     def rows(self, probe: str | None = None) -> list[Row]:
         """All rows, or those of one probe, in an order independent of when they were written."""
@@ -252,9 +248,10 @@ class Store:
         """The tokens of one sample; empty if it has none, None if they are lost."""
         key = json.dumps((n, sample))
         tokens = _parsed(self.get(TOKENS, key))
-        if tokens is None:
-            return None if self._may_be_lost(TOKENS, key) else SampleTokens(n, sample, ())
-        return SampleTokens(n, sample, tuple(tokens))
+        # As far as the last read could tell; () stands for a lost record without a name.
+        if tokens is None and {(TOKENS, key), ()} & self._lost_keys:
+            return None
+        return SampleTokens(n, sample, tuple(tokens or ()))
 
     def sensitivity(
         self, scope: str, layer: int | None, head: int | None, n: int, sample: int
@@ -288,10 +285,6 @@ class Store:
         if self._without_index is None:
             self._without_index = {record[:2]: record[2] for record in self._read(RECORDS)}
         return self._without_index.get((kind, key))
-
-    def _may_be_lost(self, kind: str, key: str) -> bool:
-        """Whether a record that is not there was there, as far as the last read could tell."""
-        return (kind, key) in self._lost_keys or () in self._lost_keys
 
     @property
     def lost(self) -> list[str]:
@@ -346,10 +339,7 @@ class Store:
         for record in records:
             if not valid_record(record):
                 raise ValueError(f"a study cannot hold this record: {record[0]} {record[1]}")
-            self._db.execute(
-                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
-                (*record, record_checksum(record)),
-            )
+            self._db.execute(RECORDS.insert, (*record, record_checksum(record)))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -415,47 +405,32 @@ def _place(record: Row | Sensitivity) -> tuple[Any, ...]:
     return (record.probe, record.kind, record.norm, *at) if isinstance(record, Row) else at
 
 
+_FLOATS = ("value", "lower", "upper", "residual", "radius", "seconds")
+
+
 def _stored(row: Row) -> Record:
     """A row as it is stored: NaN is NULL, "none" is -1, zeros have no sign, text is UTF-8."""
-    layer, head = (-1 if x is None else int(x) for x in (row.layer, row.head))
-    value, lower, upper, residual, radius, seconds = (
-        None if math.isnan(x) else float(x) + 0.0
-        for x in (row.value, row.lower, row.upper, row.residual, row.radius, row.seconds)
-    )
-    words = (row.probe, row.scope, row.kind, row.norm, row.status, row.dtype, row.device)
-    probe, scope, kind, norm, status, dtype, device, reason = (
-        x.encode("utf-8", "backslashreplace").decode() for x in (*words, row.reason)
-    )
-    where = (probe, scope, layer, head, int(row.n), int(row.sample), kind, norm)
-    numbers = (value, lower, upper, residual, status, radius, dtype, device, seconds)
-    return (*where, *numbers, reason, json.dumps(row.extra))
+    stored: dict[str, Any] = {}
+    for name, x in row._asdict().items():
+        if name in _FLOATS:
+            stored[name] = None if math.isnan(x) else float(x) + 0.0
+        elif name == "extra":
+            stored[name] = json.dumps(x)
+        elif isinstance(x, str):
+            stored[name] = x.encode("utf-8", "backslashreplace").decode()
+        else:
+            stored[name] = -1 if x is None else int(x)
+    return tuple(stored.values())
 
 
 def _row(record: Record) -> Row:
-    nan = math.nan
-    probe, scope, layer, head, n, sample, kind, norm, value, lower, upper, residual, *rest = record
-    status, radius, dtype, device, seconds, reason, extra = rest
-    return Row(
-        probe=probe,
-        scope=scope,
-        layer=None if layer == -1 else layer,
-        head=None if head == -1 else head,
-        n=n,
-        sample=sample,
-        kind=kind,
-        norm=norm,
-        value=nan if value is None else value,
-        lower=lower,
-        upper=upper,
-        residual=nan if residual is None else residual,
-        status=status,
-        radius=nan if radius is None else radius,
-        dtype=dtype,
-        device=device,
-        seconds=nan if seconds is None else seconds,
-        reason=reason,
-        extra=json.loads(extra),
-    )
+    found: dict[str, Any] = dict(zip(COLUMNS, record, strict=True))
+    for name in ("layer", "head"):
+        found[name] = None if found[name] == -1 else found[name]
+    for name in _FLOATS:
+        found[name] = math.nan if found[name] is None else found[name]
+    found["extra"] = json.loads(found["extra"])
+    return Row(**found)
 
 
 def _sensitivity(key: str, blob: bytes) -> Sensitivity:

@@ -20,10 +20,10 @@ from lipscope.models.loading import check_loading, load
 from lipscope.models.model import Model
 from lipscope.models.model_files import on_one_line
 from lipscope.study.engines import SchedulerLostError
+from lipscope.study.jobs import Shard
+from lipscope.study.reading import TextColumn, content
 from lipscope.study.run import DEFAULTS, OpenEngine, Progress, check_settings, run_measurement
-from lipscope.study.sharding import Shard
 from lipscope.study.study import Study
-from lipscope.study.texts import TextColumn, content
 
 STAMP = "sweep.stamp"
 """File beside a finished study: a digest of what it was made from."""

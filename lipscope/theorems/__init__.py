@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lipscope.attention.factored import FactoredAttention as FactoredAttention
+    from lipscope.attention.layer import FactoredAttention as FactoredAttention
     from lipscope.theorems.composition import network_bound as network_bound
     from lipscope.theorems.registry import REGISTRY as REGISTRY
     from lipscope.theorems.registry import BoundRow as BoundRow

@@ -22,7 +22,7 @@ from lipscope.theorems.statement import (
     HEADS_APART,
     NO_ADDITIVE,
     NO_QUERY_BIAS,
-    NO_ROPE,
+    PLAIN_DOT,
     PLAIN_SCORES,
     ROTATION,
     SINKS_UNBIASED,
@@ -264,15 +264,12 @@ REAL_EIGENVALUE = Hypothesis(
     "A = K'Q/sqrt(k) has a real eigenvalue (in every head)",
     lambda f, _: all(adversaries(h.A) for h in heads_of(f, folded=True)),
 )
-PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
 
 BOUNDS = (
     Bound(
         name="Castin et al., ball",
-        kind="upper",
-        norm="2",
         domain=Ball,
-        hypotheses=(*PLAIN, FULL_OR_CAUSAL),
+        hypotheses=(*PLAIN_DOT, FULL_OR_CAUSAL),
         cite="castin2024",
         where="Theorem 1, under a causal mask Theorem 2 (slides, January 2025), upper bound: "
         "docs/theory/bounds.md#castin-et-al-on-a-ball",
@@ -280,21 +277,17 @@ BOUNDS = (
     ),
     Bound(
         name="compact",
-        kind="upper",
-        norm="2",
         domain=Ball,
         hypotheses=(DOT, SINKS_UNBIASED, ROTATION),
-        cite="lipscope",
         where="docs/theory/bounds.md#compact-bound",
         fn=compact_upper,
     ),
     Bound(
         name="Castin et al., ball, from below",
         kind="lower",
-        norm="2",
         domain=Ball,
         hypotheses=(
-            *PLAIN,
+            *PLAIN_DOT,
             NO_QUERY_BIAS,
             FULL_OR_CAUSAL,
             HEADS_APART,
@@ -310,18 +303,14 @@ BOUNDS = (
     Bound(
         name="tuned gap",
         kind="lower",
-        norm="2",
         domain=Ball,
-        hypotheses=(*PLAIN, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
-        cite="lipscope",
+        hypotheses=(*PLAIN_DOT, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
         where="docs/theory/bounds.md#tuned-gap",
         fn=tuned_lower,
         witness=tuned_witness,
     ),
     Bound(
         name="large-radius limit with its error",
-        kind="upper",
-        norm="2",
         domain=Point,
         hypotheses=(DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
         cite="castin2024",
@@ -332,7 +321,6 @@ BOUNDS = (
     Bound(
         name="large-radius limit with its error, from below",
         kind="lower",
-        norm="2",
         domain=Point,
         hypotheses=(DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
         cite="castin2024",

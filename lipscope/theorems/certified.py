@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,9 +19,14 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.theorems.input_dependent import Centred, Features, centred, features, narrow
+from lipscope.theorems.input_dependent import Centred, centred, features, narrow
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
-from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound, Head, over_heads
+from lipscope.theorems.statement import (
+    PLAIN_DOT,
+    Bound,
+    Head,
+    over_heads,
+)
 
 STEPS = 8
 """Number of steps of the right Riemann sum of B, each one evaluation."""
@@ -31,18 +35,38 @@ GRAM = 128
 """Sequence length up to which the third cumulant is bounded by an n x n Gram matrix per query."""
 
 
-@dataclass(frozen=True, eq=False)
 class Base:
-    """What B(rho) needs from X: weights, b_i, centred V x_j and A' x_j, each with its error."""
+    """What B(rho) needs from X: weights, b_i, centred V x_j and A' x_j, each with its error.
 
-    h: Head
-    seen: Features
-    b: Tensor  # [n, .], coordinates with the lengths and inner products of b_i
-    b_slack: Tensor
-    b_long: Tensor
-    v: Centred
-    a: Centred
-    own: Tensor  # |b_i + A' (x_i - c_i)|
+    b: [n, .], coordinates with the lengths and inner products of b_i; own: |b_i + A' (x_i - c_i)|
+    """
+
+    def __init__(self, h: Head, X: Tensor) -> None:
+        seen = features(h, X)
+        s = h.scale
+        n = len(X)
+        K, K_off = narrow(h.one.K)
+        Q, Q_off = narrow(h.one.Q)
+        K_error = seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps))
+        Q_error = seen.k_slack + length_up(seen.k) * (Q_off + gamma(h.steps))
+        a_slack = abs(s) * frobenius_up(h.one.Q) * Q_error * (1 + gamma(16))
+        whole_a = s * (seen.k @ h.one.Q)
+        own = length_up(s * (seen.q @ h.one.K) + whole_a - seen.P @ whole_a)
+        self.h = h
+        self.seen = seen
+        self.b = s * (seen.q @ K)
+        self.b_slack = abs(s) * frobenius_up(h.one.K) * K_error * (1 + gamma(16))
+        self.b_long = length_up(self.b) + self.b_slack
+        self.v = centred(seen, seen.v, seen.v_slack)
+        self.a = centred(seen, s * (seen.k @ Q), a_slack)
+        # The centre is computed in two coordinate systems, and may differ by the errors of both.
+        self.own = (
+            own
+            + self.b_slack
+            + a_slack
+            + 4 * a_slack.max()
+            + 4 * gamma(n + 8) * length_up(whole_a).max()
+        )
 
     @property
     def v_far(self) -> Tensor:
@@ -52,45 +76,6 @@ class Base:
     @property
     def a_far(self) -> Tensor:
         return torch.where(self.seen.seen, self.a.length + self.a.slack, 0.0)
-
-
-def base(h: Head, X: Tensor) -> Base:
-    seen = features(h, X)
-    s = h.scale
-    n = len(X)
-    K, K_off = narrow(h.one.K)
-    Q, Q_off = narrow(h.one.Q)
-    K_size = frobenius_up(h.one.K)
-    Q_size = frobenius_up(h.one.Q)
-    b = s * (seen.q @ K)
-    a = s * (seen.k @ Q)
-    b_slack = (
-        abs(s)
-        * K_size
-        * (seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps)))
-        * (1 + gamma(16))
-    )
-    a_slack = (
-        abs(s)
-        * Q_size
-        * (seen.k_slack + length_up(seen.k) * (Q_off + gamma(h.steps)))
-        * (1 + gamma(16))
-    )
-    whole_a = s * (seen.k @ h.one.Q)
-    own = length_up(s * (seen.q @ h.one.K) + whole_a - seen.P @ whole_a)
-    # The centre is computed in two coordinate systems, and may differ by the errors of both.
-    own = own + b_slack + a_slack + 4 * a_slack.max() + 4 * gamma(n + 8) * length_up(whole_a).max()
-    a_centred = centred(seen, a, a_slack)
-    return Base(
-        h=h,
-        seen=seen,
-        b=b,
-        b_slack=b_slack,
-        b_long=length_up(b) + b_slack,
-        v=centred(seen, seen.v, seen.v_slack),
-        a=a_centred,
-        own=own,
-    )
 
 
 def weights_within(x: Base, rho: float) -> Tensor:
@@ -120,58 +105,38 @@ def weights_within(x: Base, rho: float) -> Tensor:
     return torch.where(seen.seen, most.nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
 class AtRadius:
-    """The quantities of docs/theory/certified.md at radius rho, in its notation."""
+    """The quantities of docs/theory/certified.md at radius rho, in its notation.
 
-    P: Tensor
-    root: Tensor
-    pi: Tensor  # sqrt of the largest weight of each row
-    b: Tensor  # b-bar
-    v_size: Tensor  # ||(sqrt P-bar V x')||
-    a_size: Tensor
-    sigma: Tensor
-    q: Tensor
-    tau: Tensor
-    k_b: Tensor
-    T: Tensor
-    e_v: Tensor
-    e_a: Tensor
+    P is P-bar, b is b-bar, pi the root of the largest weight of each row.
+    """
 
-
-def at_radius(x: Base, rho: float) -> AtRadius:
-    A = x.h.A_norm
-    V = x.h.V_norm
-    P = weights_within(x, rho)
-    n = len(P)
-    root = P.sqrt() * (1 + 4 * U)
-    pi = root.amax(dim=1)
-    b = (x.b_long + A * rho) * (1 + 8 * U)
-    v_size = _weighted_norm(root, x.v)
-    a_size = _weighted_norm(root, x.a)
-    sigma = v_size + V * pi * rho
-    q = a_size + A * pi * rho
-    tau = torch.sqrt((pi * b).square() + (root.diagonal() * b + q).square()) * (1 + 16 * U)
-    columns = norm_up(root.T[..., None] * x.b)
-    columns = columns + length_up(root.T * (x.b_slack + 4 * U * x.b_long)) * (1 + gamma(n + 8))
-    k_b = columns.max() + A * pi.max() * rho
-    e_v = rho * (V * pi + sigma * tau) + x.v.mean
-    e_a = rho * (A * pi + q * tau) + x.a.mean
-    return AtRadius(
-        P=P,
-        root=root,
-        pi=pi,
-        b=b,
-        v_size=v_size,
-        a_size=a_size,
-        sigma=sigma,
-        q=q,
-        tau=tau,
-        k_b=k_b,
-        T=k_b + q.max(),
-        e_v=e_v,
-        e_a=e_a,
-    )
+    def __init__(self, x: Base, rho: float) -> None:
+        A = x.h.A_norm
+        V = x.h.V_norm
+        P = weights_within(x, rho)
+        n = len(P)
+        root = P.sqrt() * (1 + 4 * U)
+        pi = root.amax(dim=1)
+        b = (x.b_long + A * rho) * (1 + 8 * U)
+        self.v_size = _weighted_norm(root, x.v)  # ||(sqrt P-bar V x')||
+        self.a_size = _weighted_norm(root, x.a)
+        sigma = self.v_size + V * pi * rho
+        q = self.a_size + A * pi * rho
+        tau = torch.sqrt((pi * b).square() + (root.diagonal() * b + q).square()) * (1 + 16 * U)
+        columns = norm_up(root.T[..., None] * x.b)
+        columns = columns + length_up(root.T * (x.b_slack + 4 * U * x.b_long)) * (1 + gamma(n + 8))
+        self.P = P
+        self.root = root
+        self.pi = pi
+        self.b = b
+        self.sigma = sigma
+        self.q = q
+        self.tau = tau
+        self.k_b = columns.max() + A * pi.max() * rho
+        self.T = self.k_b + q.max()
+        self.e_v = rho * (V * pi + sigma * tau) + x.v.mean
+        self.e_a = rho * (A * pi + q * tau) + x.a.mean
 
 
 def _weighted_norm(root: Tensor, y: Centred) -> Tensor:
@@ -187,7 +152,13 @@ def third_cumulant(x: Base, s: AtRadius, rho: float) -> Tensor:
     a_max = x.a_far.amax(dim=1)
     core = torch.minimum(v_max * s.a_size, a_max * s.v_size)
     if len(s.P) <= GRAM:
-        core = torch.minimum(core, _gram(x, s))
+        # The root of the largest eigenvalue of sqrt(P_j P_l) <V x'_j, V x'_l> <A' x'_j, A' x'_l>.
+        steps = x.v.y.shape[-1] + x.a.y.shape[-1] + 16
+        G = (x.v.y @ x.v.y.mT) * (x.a.y @ x.a.y.mT) * s.root[:, :, None] * s.root[:, None, :]
+        size = length_up(s.root * x.v_far * x.a_far)
+        slack = length_up(s.root * (x.v_far * x.a.slack + x.a_far * x.v.slack))
+        square = norm_up(G) + 2 * size * slack + gamma(steps) * size.square()
+        core = torch.minimum(core, square.sqrt() * (1 + 4 * U))
     shifts = (
         V * rho * (s.root * x.a_far).amax(1)
         + A * rho * (s.root * x.v_far).amax(1)
@@ -196,20 +167,11 @@ def third_cumulant(x: Base, s: AtRadius, rho: float) -> Tensor:
     return core + shifts + s.sigma * s.e_a + s.e_v * s.q
 
 
-def _gram(x: Base, s: AtRadius) -> Tensor:
-    """The root of the largest eigenvalue of sqrt(P_j P_l) <V x'_j, V x'_l> <A' x'_j, A' x'_l>."""
-    steps = x.v.y.shape[-1] + x.a.y.shape[-1] + 16
-    G = (x.v.y @ x.v.y.mT) * (x.a.y @ x.a.y.mT) * s.root[:, :, None] * s.root[:, None, :]
-    size = length_up(s.root * x.v_far * x.a_far)
-    slack = length_up(s.root * (x.v_far * x.a.slack + x.a_far * x.v.slack))
-    return (norm_up(G) + 2 * size * slack + gamma(steps) * size.square()).sqrt() * (1 + 4 * U)
-
-
 def second_derivative(x: Base, rho: float) -> float:
     """B(rho): an upper bound of ||D^2 f|| at every Z with ||Z - X||_F <= rho (V scaled)."""
     A = x.h.A_norm
     V = x.h.V_norm
-    s = at_radius(x, rho)
+    s = AtRadius(x, rho)
     n = len(s.P)
     d = x.h.d
     # One term per way in which D f depends on X: queries, values, keys (through scores, through
@@ -256,7 +218,7 @@ def interval(x: Base, rho: float) -> float:
     """Bound the three blocks of D_Z f over the whole ball at once (V scaled)."""
     A = x.h.A_norm
     V = x.h.V_norm
-    s = at_radius(x, rho)
+    s = AtRadius(x, rho)
     n = len(s.P)
     d = x.h.d
     weight = (s.root * s.sigma[:, None]).T
@@ -278,7 +240,7 @@ def certified_upper(f: SelfAttention, domain: Domain) -> float:
 
     def at_center(h: Head) -> Base:
         if h not in known:
-            known[h] = base(h, X)
+            known[h] = Base(h, X)
         return known[h]
 
     def rise(h: Head) -> float:
@@ -303,11 +265,8 @@ def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:
 BOUNDS = (
     Bound(
         name="certified",
-        kind="upper",
-        norm="2",
         domain=Around,
-        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE),
-        cite="lipscope",
+        hypotheses=PLAIN_DOT,
         where="docs/theory/certified.md#b",
         fn=certified_upper,
         confidence=1 - Solver().failure,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import Domain, Everywhere
-from lipscope.attention.factored import FactoredAttention
-from lipscope.attention.layer import SelfAttention
+from lipscope.attention.layer import FactoredAttention, SelfAttention
 from lipscope.theorems.rounding import (
     TINY,
     frobenius_up,

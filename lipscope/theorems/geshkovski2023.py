@@ -13,8 +13,7 @@ from lipscope.theorems.statement import (
     DOT,
     FULL,
     NO_QUERY_BIAS,
-    NO_ROPE,
-    PLAIN_SCORES,
+    PLAIN_DOT,
     ROTATION,
     SINKS_UNBIASED,
     Bound,
@@ -101,15 +100,12 @@ def _over_heads(
     return over_heads(f, head)
 
 
-PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
-
 BOUNDS = (
     Bound(
         name="Geshkovski et al., mean field",
-        kind="upper",
         norm="W2",
         domain=Ball,
-        hypotheses=(*PLAIN, FULL, NO_QUERY_BIAS),
+        hypotheses=(*PLAIN_DOT, FULL, NO_QUERY_BIAS),
         cite="geshkovski2023",
         where="stability of attention in W2, as quoted in castin2024: "
         "docs/theory/bounds.md#mean-field",
@@ -117,31 +113,25 @@ BOUNDS = (
     ),
     Bound(
         name="mean field",
-        kind="upper",
         norm="W2",
         domain=Ball,
-        hypotheses=(*PLAIN, FULL),
-        cite="lipscope",
+        hypotheses=(*PLAIN_DOT, FULL),
         where="docs/theory/bounds.md#mean-field",
         fn=sharper_wasserstein_upper,
     ),
     Bound(
         name="masked mean field",
-        kind="upper",
         norm="W2",
         domain=Ball,
-        hypotheses=(*PLAIN, CAUSAL),
-        cite="lipscope",
+        hypotheses=(*PLAIN_DOT, CAUSAL),
         where="docs/theory/bounds.md#mean-field",
         fn=sharper_masked_wasserstein_upper,
     ),
     Bound(
         name="largest token",
-        kind="upper",
         norm="inf2",
         domain=Ball,
         hypotheses=(DOT, SINKS_UNBIASED, ROTATION),
-        cite="lipscope",
         where="docs/theory/bounds.md#largest-token",
         fn=largest_token_upper,
     ),

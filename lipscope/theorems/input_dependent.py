@@ -197,11 +197,8 @@ def local_upper(f: SelfAttention, domain: Domain) -> float:
 BOUNDS = (
     Bound(
         name="input-dependent",
-        kind="upper",
-        norm="2",
         domain=Point,
         hypotheses=(DOT, PLAIN_SCORES, ROTATION),
-        cite="lipscope",
         where="docs/theory/bounds.md#input-dependent-bound",
         fn=local_upper,
     ),

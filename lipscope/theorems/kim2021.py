@@ -29,18 +29,16 @@ from lipscope.theorems.rounding import (
 )
 from lipscope.theorems.statement import (
     DISTANCE,
-    DOT,
     HEADS_APART,
     NO_ADDITIVE,
     NO_QUERY_BIAS,
-    NO_ROPE,
+    PLAIN_DOT,
     PLAIN_SCORES,
     SELF_SEEN,
     TWO_TOKENS,
     Bound,
     Head,
     Hypothesis,
-    Visibility,
     best_head,
     heads_of,
     hypotenuse,
@@ -95,12 +93,12 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
     Norms are largest absolute row sums. Values V = M Q + E add
     ||E_h||_inf + 4 sqrt(k s phi) ||Q_h||_inf R |E_h| to a head, |E_h| being the longest row of E_h.
     """
-    seen = visibility(f, domain.n)
-    mean = phi_inverse(seen.most_keys)
+    mean = phi_inverse(visibility(f, domain.n).most_keys)
 
     def head(h: Head, split: Split) -> float:
         through = (row_sum_up(split.M) + split.drift) * row_sum_up(h.one.Q)
-        value = coordinate_reaction(seen, h.k) * through
+        # The constant of identity weights, times the norms of M and Q.
+        value = up(4 * math.sqrt(h.k) * mean + 1) * through
         if split.row_sum > 0:
             far = longest_query(h, domain, row_sum_up)
             value += split.row_sum + 4 * math.sqrt(h.k * mean) * far * split.row
@@ -108,11 +106,6 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
 
     largest = [max(head(h, split) for h, split in way) for way in splits(f, domain)]
     return up(min(largest, default=math.inf) * output_norm(f, row_sum_up))
-
-
-def coordinate_reaction(seen: Visibility, k: int) -> float:
-    """Bound L2 attention with identity weights and heads of size k, in the largest coordinate."""
-    return up(4 * math.sqrt(k) * phi_inverse(seen.most_keys) + 1)
 
 
 def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
@@ -190,9 +183,7 @@ RESIDUAL = (
 )
 L2_HYPOTHESES = (DISTANCE, PLAIN_SCORES, NO_ADDITIVE, TIED, SELF_SEEN, FACTORED)
 DOT_HYPOTHESES = (
-    DOT,
-    PLAIN_SCORES,
-    NO_ROPE,
+    *PLAIN_DOT,
     NO_ADDITIVE,
     NO_QUERY_BIAS,
     HEADS_APART,
@@ -203,8 +194,6 @@ DOT_HYPOTHESES = (
 BOUNDS = (
     Bound(
         name="Kim et al., L2 attention",
-        kind="upper",
-        norm="2",
         domain=(Ball, Everywhere),
         hypotheses=L2_HYPOTHESES,
         cite="kim2021",
@@ -214,7 +203,6 @@ BOUNDS = (
     ),
     Bound(
         name="Kim et al., L2 attention, largest coordinate",
-        kind="upper",
         norm="inf",
         domain=(Ball, Everywhere),
         hypotheses=L2_HYPOTHESES,
@@ -225,7 +213,6 @@ BOUNDS = (
     Bound(
         name="Kim et al., rate R^2",
         kind="lower",
-        norm="2",
         domain=Ball,
         hypotheses=DOT_HYPOTHESES,
         cite="kim2021",
@@ -237,7 +224,6 @@ BOUNDS = (
     Bound(
         name="Kim et al., no global constant",
         kind="lower",
-        norm="2",
         domain=Everywhere,
         hypotheses=DOT_HYPOTHESES,
         cite="kim2021",

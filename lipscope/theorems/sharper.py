@@ -207,11 +207,8 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
 BOUNDS = (
     Bound(
         name="L2 attention",
-        kind="upper",
-        norm="2",
         domain=(Ball, Everywhere),
         hypotheses=L2_HYPOTHESES,
-        cite="lipscope",
         where="docs/theory/bounds.md#l2-attention " + RESIDUAL,
         fn=tighter_distance_upper,
     ),

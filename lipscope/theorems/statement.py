@@ -241,13 +241,13 @@ class Bound:
     """
 
     name: str
-    kind: str
-    norm: str
     domain: Kinds
     hypotheses: tuple[Hypothesis, ...]
-    cite: str
     where: str
     fn: Callable[[SelfAttention, Domain], float]
+    kind: str = "upper"
+    norm: str = "2"
+    cite: str = "lipscope"
     witness: Callable[[SelfAttention, Domain], Tensor] | None = None
     confidence: float = 1.0
 
@@ -437,3 +437,4 @@ HEADS_APART = Hypothesis(
     lambda f, _: f.heads == 1 or f.O is None,
 )
 TWO_TOKENS = Hypothesis("at least two tokens", lambda _, d: d.n >= 2)
+PLAIN_DOT = (DOT, PLAIN_SCORES, NO_ROPE)

@@ -11,10 +11,8 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.input_dependent import Features, features
 from lipscope.theorems.rounding import frobenius_up, gamma, norm_up, up
 from lipscope.theorems.statement import (
-    DOT,
     NO_QUERY_BIAS,
-    NO_ROPE,
-    PLAIN_SCORES,
+    PLAIN_DOT,
     Bound,
     Head,
     over_heads,
@@ -79,21 +77,16 @@ def _sharpness(seen: Features) -> float:
 BOUNDS = (
     Bound(
         name="Yudin et al.",
-        kind="upper",
-        norm="2",
         domain=Point,
-        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE, NO_QUERY_BIAS),
+        hypotheses=(*PLAIN_DOT, NO_QUERY_BIAS),
         cite="yudin2025",
         where="Theorem 3 (local bound of attention through g_1)",
         fn=data_upper,
     ),
     Bound(
         name="Yudin et al., centred",
-        kind="upper",
-        norm="2",
         domain=Point,
-        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE),
-        cite="lipscope",
+        hypotheses=PLAIN_DOT,
         where="docs/theory/bounds.md#yudin-et-al-and-a-tightening",
         fn=centred_upper,
     ),

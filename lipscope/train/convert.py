@@ -1,7 +1,11 @@
-"""Replace the attention of a live module or transformers model, measured before and after."""
+"""Replace the attention of a live transformers model, measured before and after.
+
+The new layers accept the old calls and keep old weights if they can.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipscope._ambient import entry_point
-from lipscope._display import html_table, text_table
-from lipscope._notebook_bar import with_bar
+from lipscope._ambient import entry_point, float32_by_default
+from lipscope._display import html_table, text_table, with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot, default_scale
 from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.attention import configs
@@ -25,50 +29,24 @@ from lipscope.models.loading import load
 from lipscope.models.maps import Rerun
 from lipscope.models.model_files import on_one_line
 from lipscope.models.sites import Survey
-from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.contractive import ATTENTIONS, CONTRACTIVE
+from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention
+from lipscope.nn.contractive import ATTENTIONS, CONTRACTIVE, make_contractive
 from lipscope.nn.l2_attention import L2SelfAttention
+from lipscope.nn.l2_constants import value_factors
 from lipscope.nn.wrapped import check_bare, evaluating
-from lipscope.train.converted_attention import (
-    ConvertedTorchAttention,
-    ConvertedTransformersAttention,
-    constant_part,
-    is_causal_mask,
-    left_behind,
-    make_layer,
-)
 from lipscope.train.watched_models import INPUTS, numbered, one_sample
-from lipscope.train.watched_modules import ModuleWatch, listed
+from lipscope.train.watched_modules import ModuleWatch
 
 SUPPORTED = (
-    "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers "
-    "models whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama, "
-    "Cohere, ViT and the like)"
+    "transformers models whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, "
+    "GPT-NeoX, Llama, Cohere, ViT and the like)"
 )
+
+SMALLEST = 1e-2
+"""Query directions weaker than this, relative to the strongest, carry no values."""
 
 T = TypeVar("T")
 Progress = Callable[[float, float], None]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The new attention: a name in ATTENTIONS, a constant if contractive, fresh weights or old."""
-
-    to: str
-    constant: float | None = None
-    fresh: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.to, str) or self.to not in ATTENTIONS:
-            raise UserError(
-                f"there is no attention {self.to!r} to convert to; "
-                f"choose one of {', '.join(ATTENTIONS)}"
-            )
-        if self.constant is not None and self.to not in CONTRACTIVE:
-            raise UserError(
-                f"constant={self.constant!r} is for {' and '.join(CONTRACTIVE)} attention; "
-                f"{self.to} attention does not take one"
-            )
 
 
 HEAD = ("layer", "from", "to", "sigma before", "sigma after", "bound", "left behind")
@@ -127,7 +105,7 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """A layer to be replaced: the old map with its constant, and the modules to exchange."""
+    """A layer to be replaced: the old map with its constant, and (old, new) modules to exchange."""
 
     name: str
     old: nn.Module
@@ -149,20 +127,19 @@ def convert_model(
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Replace the attention of a live model, in place.
+    """Replace the attention of a live transformers model, in place.
 
     All requested layers are replaced, or none if one of them cannot be. What is carried over to the
     new layers and what is not is described in docs/converting.md.
 
     Args:
-        model: A torch module or a transformers model.
+        model: A transformers model, not wrapped or compiled.
         to: The new attention, one of ``lipscope.nn.ATTENTIONS``: ``"dot"``, ``"l2"``, ``"ball"``,
             ``"contractive"``, ``"contractive-ball"`` or ``"cosine"``.
         inputs: A sample to run the model on; every layer is measured at the tokens it reads, before
-            and after. A tensor (of token ids, for a transformers model), a tuple of arguments, or a
-            dictionary of them (such as a tokenizer's output).
-        layers: Layer numbers for a transformers model; names, name patterns or modules for any
-            other. Default: all attention.
+            and after. A tensor of token ids, or a dictionary of arguments (such as a tokenizer's
+            output).
+        layers: Layer numbers. Default: all layers.
         constant: The Lipschitz constant of contractive layers.
         fresh: Whether to draw random weights from torch's generator instead of carrying over the
             old ones.
@@ -178,36 +155,37 @@ def convert_model(
     Example:
         >>> import torch
         >>> import lipscope as ls
+        >>> from transformers import GPT2Config, GPT2Model
         >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-        >>> conversion = ls.convert_model(model, "l2", torch.randn(1, 6, 16))
+        >>> model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)).eval()
+        >>> conversion = ls.convert_model(model, "l2", torch.arange(6)[None])
         >>> [(layer.name, layer.old, layer.new) for layer in conversion.layers]
-        [('self_attn', 'MultiheadAttention', 'L2SelfAttention')]
+        [('0', 'GPT2Attention', 'L2SelfAttention')]
         >>> conversion.layers[0].after.value <= conversion.layers[0].bound
         True
     """
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        check_bare(model)
+    if not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"convert_model takes a torch module, got {type(model).__name__}; "
+            f"convert_model takes a transformers model, got {type(model).__name__}; "
             "for a loaded model, pass lipscope.load(...).trunk"
         )
-    check_bare(model)
-    target = Target(to, constant, fresh)
-    layers = None if layers is None else listed(layers)
-    # A transformers model that was converted before no longer calls the attention function: its
-    # lipscope layers are found by name, like those of any torch module.
-    own = [name for name, m in model.named_modules() if isinstance(m, AttentionLayer)]
-    if not isinstance(model, PreTrainedModel) or own:
-        if isinstance(model, PreTrainedModel) and any(
-            isinstance(layer, int) for layer in layers or ()
-        ):
+    if not isinstance(to, str) or to not in ATTENTIONS:
+        raise UserError(
+            f"there is no attention {to!r} to convert to; choose one of {', '.join(ATTENTIONS)}"
+        )
+    if constant is not None and to not in CONTRACTIVE:
+        raise UserError(
+            f"constant={constant!r} is for {' and '.join(CONTRACTIVE)} attention; "
+            f"{to} attention does not take one"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, AttentionLayer):
             raise UserError(
-                f"{type(model).__name__} already contains lipscope's attention, which is selected "
-                f"by name, as in layers=[{own[0]!r}]; to convert more of its old attention, "
-                "start from the original model"
+                f"{type(model).__name__} already contains lipscope's attention ({name}); "
+                "convert the original model instead"
             )
-        replacements = _in_module(model, target, inputs, layers, progress)
-        return _exchange(model, replacements, lambda: _call(model, inputs), progress)
     sample = _first_sample(inputs, model.device)
     loaded = load(model)
     if not loaded.preflight.routed:
@@ -216,99 +194,18 @@ def convert_model(
         )
     chosen = numbered(layers, loaded.layers)
     survey = loaded.survey(inputs=sample)
-    if "pixel_values" not in sample:
-        _check_two_tokens(next(iter(sample.values())).shape[1])
-    replacements = [_in_model(survey, i, target) for i in _reported(chosen, progress, half=0)]
+    n = next(iter(sample.values())).shape[1]
+    if n < 2 and "pixel_values" not in sample:
+        # It could not tell causal attention from any other.
+        raise UserError(
+            f"the first sample has {n} token without padding; give a sample of at least two"
+        )
+    replacements = [
+        _replacement(survey, i, lambda f: make_layer(f, to, constant, fresh), keep_bias=not fresh)
+        for i in _reported(chosen, progress, half=0)
+    ]
     with _without_cache(model):
-        return _exchange(model, replacements, lambda: model(**sample), progress)
-
-
-def _in_module(
-    model: nn.Module,
-    target: Target,
-    inputs: Any,
-    layers: Sequence[str | nn.Module] | None,
-    progress: Progress | None,
-) -> list[Replacement]:
-    """Replacements of nn.MultiheadAttention and lipscope's layers, at the tokens of one run."""
-    if layers is None and not any(
-        isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()
-    ):
-        raise UserError(
-            f"{type(model).__name__} has no attention that can be converted; "
-            f"supported are {SUPPORTED}"
-        )
-    if not isinstance(inputs, Tensor | tuple | Mapping):
-        raise UserError(
-            f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, "
-            f"got {type(inputs).__name__}; if the model takes such an object, pass (inputs,)"
-        )
-
-    def first_run() -> None:
-        try:
-            _call(model, inputs)
-        except UserError:
-            raise
-        except Exception as error:  # the model is unchanged: an error is due to the inputs
-            why = " ".join(str(error).split())
-            raise UserError(
-                f"{type(model).__name__} does not run on the inputs ({why}); "
-                "give a sample it can be called with"
-            ) from error
-
-    watch = ModuleWatch(model, layers)
-    with _watching(watch, model, first_run):
-        return [
-            _of_module(watch, name, target) for name in _reported(watch.names, progress, half=0)
-        ]
-
-
-def _of_module(watch: ModuleWatch, name: str, target: Target) -> Replacement:
-    module = watch.module(name)
-    if not isinstance(module, AttentionLayer | nn.MultiheadAttention):
-        raise UserError(
-            f"{name} is a {type(module).__name__}, which cannot be converted; "
-            f"supported are {SUPPORTED}"
-        )
-    dtype = next(module.parameters()).dtype
-    try:
-        found = watch.measured_map(name)
-        if found is None:
-            raise UserError(
-                "it did not run on the sample; select the layers that do with layers=[...]"
-            )
-        g, X = found
-        f = g if isinstance(g, SelfAttention) else _weights_alone(module, X.shape[0])
-        if f.mask is not None:
-            hidden = ~f.mask if f.mask.dtype == torch.bool else f.mask
-            f = replace(f, mask=None, causal=is_causal_mask(hidden, X.shape[0]))
-        if f.padding is not None:
-            X = X[f.padding]
-            f = replace(f, padding=None)
-        _check_two_tokens(X.shape[0])
-        before = _measure_map(f if isinstance(g, SelfAttention) else g, X)
-        layer = make_layer(f.to(dtype), target.to, target.constant, target.fresh)
-    except UserError as error:
-        raise UserError(f"{name} ({type(module).__name__}) cannot be converted: {error}") from error
-    new: nn.Module = layer
-    if isinstance(module, nn.MultiheadAttention):
-        bias = None if target.fresh else constant_part(f, module.out_proj.bias)
-        bias = None if bias is None else bias.detach().to(dtype, copy=True)
-        new = ConvertedTorchAttention(layer, bias, module.batch_first)
-    return Replacement(
-        name=name, old=module, f=f, before=before, layer=layer, changes=((module, new),)
-    )
-
-
-def _weights_alone(module: nn.Module, n: int) -> SelfAttention:
-    """The projections of a layer that has no closed form (cosine attention, QK-norm, a ball)."""
-    assert isinstance(module, AttentionLayer)
-    if isinstance(module, L2SelfAttention):
-        return module.unprojected(n)
-    Q, K, V, O = (
-        module.get_parameter(f"{name}.weight").detach() for name in ("query", "key", "value", "out")
-    )
-    return SelfAttention(Q, K, V, O, heads=module.heads, causal=module.causal)
+        return _exchange(model, replacements, sample, progress)
 
 
 def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
@@ -327,7 +224,10 @@ def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
     return one_sample({name: x[:1] if x.ndim > 1 else x[None] for name, x in tensors.items()})
 
 
-def _in_model(survey: Survey, i: int, target: Target) -> Replacement:
+def _replacement(
+    survey: Survey, i: int, make: Callable[[SelfAttention], AttentionLayer], keep_bias: bool
+) -> Replacement:
+    """Layer i and what takes its place, if its attention is plain."""
     parts = survey.layers[i]
     core = parts.core
     projection = parts.projection
@@ -351,14 +251,14 @@ def _in_model(survey: Survey, i: int, target: Target) -> Replacement:
         if own.shape != expected.shape or not same(own, expected):
             raise UserError("it does more than attend (a gate, a norm or a residual inside)")
         dtype = next(core.parameters()).dtype
-        layer = make_layer(f.to(dtype), target.to, target.constant, target.fresh)
+        layer = make(f.to(dtype))
     except UserError as error:
         raise UserError(
             f"{what} cannot be converted: {error}; supported are {SUPPORTED}"
         ) from error
-    bias = None if target.fresh else constant_part(f, site.offset)
+    bias = constant_part(f, site.offset) if keep_bias else None
     bias = None if bias is None or not bias.any() else bias.detach().to(dtype)
-    new = ConvertedTransformersAttention(layer, bias, tuple(signature(core.forward).parameters))
+    new = ConvertedAttention(layer, bias, tuple(signature(core.forward).parameters))
     changes: tuple[tuple[nn.Module, nn.Module], ...] = ((core, new),)
     if not inside:  # the new layer has its own output projection
         changes += ((projection, nn.Identity()),)
@@ -410,60 +310,58 @@ def _without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _exchange(
-    model: nn.Module,
+    model: PreTrainedModel,
     replacements: Sequence[Replacement],
-    run: Callable[[], Any],
+    sample: dict[str, Tensor],
     progress: Progress | None,
 ) -> Conversion:
     """Install every replacement, run the model and measure; if anything fails, undo it all."""
-    changes = [change for one in replacements for change in one.changes]
-    places = [(parent, name, new) for old, new in changes for parent, name in _places(model, old)]
-    before = [(parent, name, parent._modules[name]) for parent, name, _ in places]
-    after: list[tuple[int, Estimate]] = []
-    nesting = _nesting(model)
+    changes = {old: new for one in replacements for old, new in one.changes}
+    # A module may have several parents.
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child in changes
+    ]
+    watch = None
     try:
         for one in replacements:
             trained = any(p.requires_grad for old, _ in one.changes for p in old.parameters())
             for _, new in one.changes:
                 new.requires_grad_(trained)
-        for parent, name, new in places:
-            new.train(parent.training)
-            parent._modules[name] = new
-        for encoder, _ in nesting:
-            # torch's fast path reads the weights of nn.MultiheadAttention, which are gone.
-            encoder.use_nested_tensor = False
+        for parent, name, old in places:
+            parent._modules[name] = changes[old].train(parent.training)
         watch = ModuleWatch(model, [one.layer for one in replacements])
-        with _watching(watch, model, run):
-            for name in _reported(watch.names, progress, half=1):
-                found = watch.measured_map(name)
-                assert found is not None, f"{name} did not run after the conversion"
-                after.append((found[1].shape[0], _measure_map(*found)))
+        watch.arm()
+        with torch.no_grad(), evaluating(model):
+            model(**sample)
+        layers = []
+        tokens = 0
+        for one, name in zip(replacements, _reported(watch.names, progress, half=1), strict=True):
+            found = watch.measured_map(name)
+            assert found is not None, f"{name} did not run after the conversion"
+            f, X = found
+            tokens = tokens or X.shape[0]
+            layers.append(
+                ConvertedLayer(
+                    name=one.name,
+                    old=type(one.old).__name__,
+                    new=type(one.layer).__name__,
+                    before=one.before,
+                    after=_measure_map(f, X),
+                    bound=one.layer.lipschitz_bound(X.shape[0]),
+                    left=left_behind(one.f, one.layer),
+                )
+            )
     except BaseException:
-        for parent, name, old in before:
+        for parent, name, old in places:
             parent._modules[name] = old
-        for encoder, flag in nesting:
-            encoder.use_nested_tensor = flag
         raise
-    layers = [
-        ConvertedLayer(
-            name=one.name,
-            old=type(one.old).__name__,
-            new=type(one.layer).__name__,
-            before=one.before,
-            after=constant,
-            bound=one.layer.lipschitz_bound(n),
-            left=left_behind(one.f, one.layer),
-        )
-        for one, (n, constant) in zip(replacements, after, strict=True)
-    ]
-    return Conversion(model, after[0][0], layers)
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    """The model on its inputs, positional or by keyword."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    finally:
+        if watch is not None:
+            watch.release()
+    return Conversion(model, tokens, layers)
 
 
 def _reported(items: Sequence[T], progress: Progress | None, half: int) -> Iterator[T]:
@@ -474,55 +372,148 @@ def _reported(items: Sequence[T], progress: Progress | None, half: int) -> Itera
         yield item
 
 
-def _check_two_tokens(n: int) -> None:
-    """Raise UserError for a single token: it cannot tell causal attention from any other."""
-    if n < 2:
-        raise UserError(
-            f"the first sample has {n} token{'s' * (n != 1)} without padding; "
-            "give a sample of at least two"
-        )
-
-
 def _measure_map(f: Any, X: Tensor) -> Estimate:
     """The constant in float64, with both bounds."""
     return as_single(local_lipschitz(f, X, precision="exact"))
 
 
-@contextmanager
-def _watching(watch: ModuleWatch, model: nn.Module, run: Callable[[], Any]) -> Iterator[None]:
-    """One pass in evaluation mode, recorded by the watch, without nested tensors."""
-    nesting = _nesting(model)
-    watch.arm()
-    try:
-        for encoder, _ in nesting:
-            encoder.use_nested_tensor = False
-        with torch.no_grad(), evaluating(model):
-            run()
-        yield
-    finally:
-        watch.release()
-        for encoder, flag in nesting:
-            encoder.use_nested_tensor = flag
+class ConvertedAttention(nn.Module):
+    """Replaces a transformers attention module and accepts its calls; no cache, no weights output.
+
+    layer: the new attention
+    bias:  the constant vector contributed by the old biases of values and output
+    names: the argument names of the old module, in order, tokens first
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, layer: AttentionLayer, bias: Tensor | None, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.names = names
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            raise UserError("converted attention has no cache; call the model with use_cache=False")
+        if given.get("encoder_hidden_states") is not None:
+            raise UserError(
+                "converted attention is self-attention and cannot read encoder_hidden_states; "
+                "leave them out"
+            )
+        for name, value in given.items():
+            if "mask" in name and name != "attention_mask" and value is not None:
+                raise UserError(
+                    f"converted attention was called with {name}, and supports only attention_mask"
+                )
+        mask = given.get("attention_mask")
+        real = None if mask is None else _real_tokens(mask, self.layer.causal)
+        Y = self.layer(given[self.names[0]], real)  # padding gives the bias
+        return (Y if self.bias is None else Y + self.bias.to(Y.dtype)), None
 
 
-def _nesting(model: nn.Module) -> list[tuple[nn.TransformerEncoder, bool]]:
-    """torch's encoders, each with its setting for packing padded batches into nested tensors."""
-    return [
-        (m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)
-    ]
-
-
-def _places(model: nn.Module, old: nn.Module) -> list[tuple[nn.Module, str]]:
-    """All places of the module; it may have several parents."""
-    found = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is old
-    ]
-    if not found:
+def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
+    """Which tokens [B, n] are real, from a mask [B, n], or [B, 1, n, n] boolean or additive."""
+    if mask.ndim == 2:
+        return mask.to(torch.bool)
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    n = visible.shape[-1]
+    # A real token sees itself, whatever else is hidden.
+    real = visible[:, 0].diagonal(dim1=-2, dim2=-1)
+    if real.shape[-1] != n:
+        raise UserError(f"attention_mask of shape {tuple(mask.shape)} is not a mask [B, 1, n, n]")
+    expected = real[:, None, :].expand(-1, n, -1)
+    if causal:
+        expected = expected & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+    # Padded queries may see anything: their rows are discarded.
+    wrong = (visible != expected[:, None]) & real[:, None, :, None]
+    if bool(wrong.any()):
         raise UserError(
-            f"the model itself is a {type(old).__name__} and cannot be replaced in place; "
-            "create a layer of lipscope.nn instead, or pass the model around it"
+            f"attention_mask hides more than padding{' and later tokens' if causal else ''}; "
+            "converted attention supports no other mask (no packed sequences, no windows)"
         )
-    return found
+    return real
+
+
+def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -> AttentionLayer:
+    """A layer of kind `to` with the sizes, dtype and device of f and, unless `fresh`, its weights.
+
+    dot, cosine: query, key, value and output weights are those of f.
+    the others:  the query weights Q and the output weights are those of f, and keys equal queries.
+                 Values can only be functions of queries: V Q^+ Q, closest to V.
+    """
+    d = f.Q.shape[1]
+    if f.O is None or not (
+        f.Q.shape[0] == f.heads * (f.V.shape[0] // f.groups) == d == f.O.shape[0]
+    ):
+        raise UserError(
+            f"{f.heads} heads of size {f.Q.shape[0] // f.heads} do not add up to the dimension {d} "
+            "of a token"
+        )
+    if fresh:
+        layer = _empty(to, d, f, constant)
+    else:
+        # The initial weights are overwritten: drawing them must not advance the caller's generator.
+        with torch.random.fork_rng(devices=[]):
+            layer = _empty(to, d, f, constant)
+        _carry_over(f, layer)
+    return layer.to(f.Q.device, f.Q.dtype)
+
+
+def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
+    with float32_by_default():
+        if constant is not None:
+            return make_contractive(to, d, f.heads, f.causal, constant)
+        return ATTENTIONS[to](d, f.heads, f.causal)
+
+
+@torch.no_grad()
+def _carry_over(f: SelfAttention, layer: AttentionLayer) -> None:
+    assert f.O is not None
+    size = f.Q.shape[0] // f.heads
+    Q = f.Q.double()
+    K, V = (f.per_head(W.double()).flatten(0, 1) for W in (f.K, f.V))
+    if isinstance(layer, L2SelfAttention):
+        parts = {"query": Q, "value": _values_of_queries(Q, V, f.heads)}
+    else:
+        # The layer multiplies its scores by 1 / sqrt(size): the old scale goes into the queries.
+        parts = {"query": Q * default_scale(f.kernel, size) * math.sqrt(size), "key": K, "value": V}
+    for name, W in {**parts, "out": f.O}.items():
+        layer.get_parameter(f"{name}.weight").copy_(W)
+
+
+def _values_of_queries(Q: Tensor, V: Tensor, heads: int) -> Tensor:
+    """The weight W with value_factors(Q, W) Q = V Q^+ Q, head by head."""
+    Q, V = (W.unflatten(0, (heads, -1)) for W in (Q, V))
+    inverse = torch.linalg.pinv(Q, rtol=SMALLEST)
+    # value_factors is linear in its second argument: `unit` is what it makes of Q^+', and inverting
+    # it gives the W for any other right-hand side.
+    unit = value_factors(Q, inverse.mT)
+    return (V @ inverse @ torch.linalg.pinv(unit) @ inverse.mT).flatten(0, 1)
+
+
+def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None:
+    """The constant that biases add to every token: rows of P sum to one, so b_v passes through."""
+    bv = None if f.biases is None else f.biases[2]
+    if bv is None or f.O is None:
+        return output_bias
+    through = f.O @ f.per_head(bv).flatten()
+    return through if output_bias is None else through + output_bias
+
+
+def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
+    """What f has and the layer does not support, in words."""
+    bq, bk, _ = f.biases or (None, None, None)
+    tied = isinstance(layer, L2SelfAttention)
+    ball = isinstance(layer, L2SelfAttention) and layer.ball is not None
+    words = {
+        "key weights": tied and not torch.equal(f.K, f.Q),
+        # With keys equal to queries, a shared bias cancels in every distance; a ball has a centre.
+        "query bias": (ball or not tied) and bq is not None and bool(bq.any()),
+        # In a dot product a key bias shifts all scores of a query equally, and softmax ignores it.
+        "key bias": isinstance(layer, CosineSelfAttention) and bk is not None and bool(bk.any()),
+        "lengths of queries": ball,
+        "rotary positions": isinstance(f.kernel, Dot) and f.kernel.rope is not None,
+    }
+    return tuple(word for word, lost in words.items() if lost)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, fields
 from html import escape
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +20,12 @@ from torch import Tensor, nn
 
 from lipscope._ambient import entry_point, unaffected
 from lipscope._display import html_table
+from lipscope._files import whole_file
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
 from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.train.sigma_table import Reading, SigmaTable
 from lipscope.train.watched_modules import GoneError, ModuleWatch, Watch
 
 Log = Callable[[dict[str, float], int], None]
@@ -39,6 +43,27 @@ NOT_RUN = (
     "it did not run in this step; if it runs inside torch.compile, "
     "pass the module returned by torch.compile to SmoothnessMonitor"
 )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The local constant of one layer at one step.
+
+    sigma:    ||J v|| / ||v|| at the vector found: a lower bound of ||D_X f||_2 (up to rounding);
+              NaN if there is none
+    residual: ||J' u - sigma v|| / sigma: how far that vector is from a singular vector
+    tokens:   number of tokens the layer was measured at, without padding that attention ignores
+    products: number of pairs of products with J and J'
+    status:   how the solve ended, or why there is no number
+    """
+
+    step: int
+    layer: str
+    sigma: float
+    residual: float
+    tokens: int
+    products: int
+    status: str
 
 
 class SmoothnessWarning(UserWarning):
@@ -349,23 +374,20 @@ def _real_tokens(f: Map, X: Tensor) -> int:
 def _aside() -> Iterator[None]:
     """Disable gradients and autocast for the measurement, and restore the random state after it."""
     accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    devices: Iterable[int] = ()
+    if accelerator is not None:
+        # The generators of all devices in use, without initialising an idle one.
+        backend = torch.get_device_module(accelerator)
+        if hasattr(backend, "is_initialized") and backend.is_initialized():
+            devices = range(torch.accelerator.device_count())
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_random_state_kept(accelerator))
-        for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        for name in {"cpu", kind}:
+            stack.enter_context(torch.autocast(name, enabled=False))
         yield
-
-
-def _random_state_kept(accelerator: torch.device | None) -> AbstractContextManager[None]:
-    """Keep the generators of the CPU and all devices in use, without initialising an idle one."""
-    if accelerator is None:
-        return torch.random.fork_rng(devices=[])
-    backend = torch.get_device_module(accelerator)
-    awake = hasattr(backend, "is_initialized") and backend.is_initialized()
-    devices = range(torch.accelerator.device_count()) if awake else ()
-    return torch.random.fork_rng(devices=devices, device_type=accelerator.type)
 
 
 def _warn(reading: Reading) -> None:
@@ -396,3 +418,80 @@ def _check_step(number: int) -> None:
 
 def _is_number(x: object) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool)
+
+
+HEADER = [field.name for field in fields(Reading)]
+
+
+class SigmaTable:
+    """One line per reading; the file is closed after every step.
+
+    A step that is measured again replaces its own rows and those of all later steps.
+
+    last: the last step in the file, -1 if there is none
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise UserError(f"the folder of {self.path} does not exist; create it first")
+        if self.path.is_dir():
+            raise UserError(f"{self.path} is a folder; give the path of a CSV file")
+        rows = self._rows() if self.path.exists() else []
+        self.last = max((int(row[0]) for row in rows), default=-1)
+
+    def write(self, readings: Sequence[Reading]) -> int:
+        """Append the readings of one step; return the number of rows they replaced."""
+        if not readings:
+            return 0
+        step = readings[0].step
+        replaced = 0
+        if not self.path.exists():
+            self._replace([])
+        elif step <= self.last or not self._ends_well():
+            rows = self._rows()
+            kept = [row for row in rows if int(row[0]) < step]
+            replaced = len(rows) - len(kept)
+            self._replace(kept)
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(
+                astuple(reading) for reading in readings
+            )
+        self.last = step
+        return replaced
+
+    def _rows(self) -> list[list[str]]:
+        """The complete lines of the file; a last line cut short by a crash is ignored."""
+        foreign = (
+            f"{self.path} was not written by a SmoothnessMonitor; "
+            "choose another file, or move it away"
+        )
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            if not text:
+                return []
+            lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{foreign} ({error})") from error
+        header = (lines or [[]])[0]
+        rows = lines[1:]
+        if header != HEADER or any(
+            len(row) != len(HEADER) or not row[0].isdecimal() for row in rows
+        ):
+            raise UserError(foreign)
+        return rows
+
+    def _ends_well(self) -> bool:
+        with open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+
+    def _replace(self, rows: Iterable[Sequence[str]]) -> None:
+        """Replace the file by the header and these rows, atomically."""
+        with (
+            whole_file(self.path, typed=True) as draft,
+            open(draft, "w", newline="", encoding="utf-8") as file,
+        ):
+            csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])

@@ -16,12 +16,22 @@ from lipscope._torch_internals import give
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
+from lipscope.models.scopes import SCOPES
 from lipscope.models.sites import Survey
 from lipscope.nn.wrapped import attributes_kept, check_whole, evaluating, unwrapped
-from lipscope.train.recording import entries, hook, to_be_kept, uncompiled
-from lipscope.train.watched_modules import GoneError, MeasuredMap, WeakAttribute, listed, wide
+from lipscope.train.watched_modules import (
+    GoneError,
+    LastCall,
+    MeasuredMap,
+    WeakAttribute,
+    entries,
+    hook,
+    listed,
+    uncompiled,
+    wide,
+)
 
-WATCHED = ("attention", "normed", "residual", "block")
+WATCHED = tuple(name for name, kind in SCOPES.items() if kind.per == "layer" and not kind.last)
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 
@@ -118,7 +128,7 @@ class ModelWatch:
         self._layers = {f"{scope}.{i}": i for i in layers}
         self.names = tuple(self._layers)
         self._hooks = ExitStack()
-        self._tap = _InputTap()
+        self._tap = LastCall(_first_inputs)
         self._survey: Survey | None = None
         self._kept = ExitStack()
         # A model outlives its watch, and must not go on recording for nobody.
@@ -135,7 +145,7 @@ class ModelWatch:
 
     def arm(self) -> None:
         self.release()
-        self._tap = _InputTap()
+        self._tap.open = True
         model = self.model
         called = self.called
         if model is None:
@@ -151,9 +161,7 @@ class ModelWatch:
             raise GoneError
         trunk = model.trunk
         if self._survey is None:
-            inputs = self._tap.inputs
-            if isinstance(inputs, UserError):
-                raise inputs
+            inputs = self._tap.take()
             if inputs is None:
                 return None
             check_whole(trunk)
@@ -168,38 +176,17 @@ class ModelWatch:
         self._hooks.close()
         self._kept.close()
         self._survey = None
-        self._tap = _InputTap()
+        self._tap.found = None
 
 
-class _InputTap:
-    """A hook that keeps the first sample of the model's last input.
-
-    A copied or pickled model gets an empty hook, so recorded tensors stay out of checkpoints.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: dict[str, Tensor] | UserError | None = None
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
-        # Without keyword arguments it is being added or removed while another thread runs.
-        if kwargs is None or not to_be_kept():
-            return
-        given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
-        kept = {
-            name: given[name]
-            for name in (*INPUTS, "attention_mask")
-            if isinstance(given.get(name), Tensor)
-        }
-        try:
-            self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
-        # A forward pass must not fail because it is watched: report the error when measuring.
-        except Exception as error:
-            self.inputs = UserError(str(error))
-
-    def __reduce__(self) -> tuple[type[_InputTap], tuple[()]]:
-        return _InputTap, ()
+def _first_inputs(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """The first sample of the model's inputs, by name."""
+    given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
+    return {
+        name: given[name][:1].detach().clone()
+        for name in (*INPUTS, "attention_mask")
+        if isinstance(given.get(name), Tensor)
+    }
 
 
 def one_sample(inputs: dict[str, Tensor]) -> dict[str, Any]:

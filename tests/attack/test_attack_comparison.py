@@ -6,24 +6,19 @@ import matplotlib
 import pytest
 import torch
 
-from benchmarks.adversarial_growth import growth_figure
 from benchmarks.attack_comparison import (
     DIRECTION,
     GRADIENT,
-    LOOKS,
     RANDOM,
     SHARES,
     TOKENS,
     Settings,
     Trial,
     compare_attacks,
-    comparison_figure,
     main,
-    nearest_other,
-    texts_in,
 )
 from lipscope._types import UserError
-from lipscope.probes.sentence import TextReader, sentence_embedding
+from lipscope.probes.token_target import TextReader, sentence_embedding
 from tests.study.conftest import model, prose, tiny
 
 __all__ = ["model", "prose", "tiny"]
@@ -86,21 +81,6 @@ def test_the_reader_gives_what_the_model_gives_with_special_tokens(model, texts)
     assert torch.allclose(sentence_embedding(truth), mean / mean.norm(), atol=1e-12)
 
 
-def test_success_is_another_nearest_text(trials):
-    assert not any(t.success for t in trials if t.budget in SMALL)
-    assert any(t.success for t in trials if t.attack == RANDOM and t.budget == LARGE)
-
-
-def test_the_neighbour_is_the_nearest_other_text():
-    s = torch.nn.functional.normalize(
-        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1
-    ).double()
-    for i in range(6):
-        others = [j for j in range(6) if j != i]
-        truth = max(others, key=lambda j: float(s[i] @ s[j]))
-        assert nearest_other(s, i)(s[i : i + 1]).tolist() == [truth]
-
-
 def test_the_script_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, tmp_path, capsys):
     file = tmp_path / "texts.txt"
     out = tmp_path / "out"
@@ -126,36 +106,3 @@ def test_the_script_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, t
 def test_bad_input_is_told_in_a_line(model, lines, swaps, says):
     with pytest.raises(UserError, match=says):
         compare_attacks(model, lines.split("\n"), Settings(swaps, 8))
-
-
-def test_texts_are_lines(tmp_path):
-    (tmp_path / "texts.txt").write_text("one\n\n two \n")
-    assert texts_in(tmp_path / "texts.txt") == ["one", "two"]
-    with pytest.raises(UserError, match="cannot read"):
-        texts_in(tmp_path / "nothing.txt")
-
-
-def test_the_figure_has_a_line_for_every_attack_at_its_median():
-    trials = [
-        Trial(text, attack, budget, budget * (1 + text), budget * i, success=budget > 1)
-        for text in range(3)
-        for i, attack in enumerate(LOOKS, 1)
-        for budget in (0.1, 1, 2)
-        if attack != TOKENS or budget >= 1
-    ]
-    left, right = comparison_figure(trials).axes
-    assert [line.get_label() for line in left.get_lines()] == list(LOOKS)
-    for i, (line, share) in enumerate(zip(left.get_lines(), right.get_lines(), strict=True), 1):
-        budgets = [1, 2] if line.get_label() == TOKENS else [0.1, 1, 2]
-        assert line.get_xdata().tolist() == pytest.approx([2 * b for b in budgets])
-        assert line.get_ydata().tolist() == pytest.approx([i * b for b in budgets])
-        assert share.get_ydata().tolist() == [100 * (b > 1) for b in budgets]
-    assert left.get_xscale() == left.get_yscale() == "log" and "3 texts" in left.get_xlabel()
-
-
-def test_the_growth_has_a_curve_for_every_name():
-    curves = {"real": {8: 1.0, 16: 1.2}, "bound": {8: 30.0, 16: 42.0, 32: 60.0}}
-    (ax,) = growth_figure(curves, "a layer").axes
-    names = [line.get_label() for line in ax.get_lines()]
-    assert names == ["real", "bound", "slope 1/2"] and ax.get_title() == "a layer"
-    assert ax.get_lines()[1].get_ydata().tolist() == [30.0, 42.0, 60.0]

@@ -39,7 +39,7 @@ def exponent(values: dict[int, float]) -> float:
 def test_an_opposite_crowd_reaches_the_root_of_n(seed, causal):
     f = head(seed, causal=causal)
     R = wide_enough(f)
-    assert regime(f, R).name(256) == "sqrt n"
+    assert math.log(255) <= regime(f, R).reach
     values = {n: by_name(f, R, n)[OPPOSITE].value for n in LENGTHS}
     assert abs(exponent(values) - 0.5) <= 0.03
 
@@ -98,16 +98,9 @@ def test_every_value_is_that_of_the_dense_jacobian_and_every_token_in_the_ball(o
         )
 
 
-def test_several_heads_under_an_output_projection_are_attacked_one_by_one():
-    g = torch.Generator().manual_seed(0)
-    Q, K, V, O = (torch.randn(8, 8, generator=g, dtype=torch.float64) for _ in range(4))
-    found = explicit_inputs(ls.SelfAttention(Q, K, V, O, heads=2), Ball(1.0, 6))
-    assert {one.name.split(", head ")[1] for one in found} == {"0", "1"}
-
-
 def test_a_small_ball_is_in_the_mean_field_regime():
     f = head(0)
-    assert regime(f, 1e-3).name(64) == "mean-field"
+    assert regime(f, 1e-3).reach < math.log(63)
     assert regime(f, 2.0).reach == pytest.approx(4 * regime(f, 1.0).reach)
 
 
@@ -123,9 +116,3 @@ def test_a_small_ball_is_in_the_mean_field_regime():
 def test_what_they_were_not_made_for_is_refused(f, domain, says):
     with pytest.raises(UserError, match=says):
         explicit_inputs(f, domain)
-
-
-@pytest.mark.parametrize("R", [0.0, -1.0, math.nan, math.inf])
-def test_a_radius_must_be_positive(R):
-    with pytest.raises(UserError, match="radius R > 0"):
-        explicit_inputs(head(0), Ball(R, 4))

@@ -73,23 +73,16 @@ def test_a_linear_map_changes_by_the_matrix():
         assert name == "random" or changes.tolist() == pytest.approx([1.5, 6.0], rel=1e-3)
 
 
-def test_the_seed_decides():
-    f, X = problem("causal", 0)
-    one, same, other = (gradient_perturbations(f, X, [0.1], steps=2, seed=s) for s in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other)
-
-
-@pytest.mark.parametrize("radii", [[], [0.0], [1.0, -1.0], [math.inf], [math.nan]])
-def test_a_radius_must_be_positive(radii):
+@pytest.mark.parametrize("sizes", [[], [0.0], [1.0, -1.0], [math.inf], [math.nan]])
+@pytest.mark.parametrize(
+    "attack", [singular_perturbations, gradient_perturbations, singular_response]
+)
+def test_sizes_must_be_positive_and_inputs_single(attack, sizes):
     f, X = problem("gaussian", 0)
-    for attack in (singular_perturbations, gradient_perturbations):
-        with pytest.raises(UserError, match="radii must be positive"):
-            attack(f, X, radii)
-
-
-def test_one_input_at_a_time():
+    with pytest.raises(UserError, match="must be positive"):
+        attack(f, X, sizes)
     with pytest.raises(UserError, match="one input"):
-        random_perturbations(torch.ones(2, 3, 4), [1.0])
+        attack(f, X[None], [1.0])
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -103,31 +96,9 @@ def test_small_steps_show_sigma(kind):
     assert min(abs(r - found.sigma.value) for r in found.ratios[:3]) <= slack
 
 
-def test_no_random_direction_does_better_for_a_small_step():
-    f, X = problem("gaussian", 2)
-    g = torch.Generator().manual_seed(0)
-    found = singular_response(f, X, (1e-5,))
-    for _ in range(20):
-        E = torch.randn(X.shape, generator=g, dtype=X.dtype)
-        assert (f(X + 1e-5 * E / E.norm()) - f(X)).norm() / 1e-5 < found.ratios[0] * (1 + 1e-3)
-    assert found.direction.norm().item() == pytest.approx(1)
-
-
 def test_a_linear_map_has_the_same_ratio_at_every_step():
     W = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
     found = singular_response(lambda X: X @ W, torch.ones(4, 2, dtype=torch.float64))
     assert found.ratios == pytest.approx([3.0] * 7, rel=1e-8) and found.opposite == pytest.approx(
         [3.0] * 7, rel=1e-8
     )
-
-
-@pytest.mark.parametrize("etas", [(), (0.0,), (1e-3, -1.0)])
-def test_steps_must_be_positive(etas):
-    f, X = problem("gaussian", 0)
-    with pytest.raises(UserError, match="etas must be positive"):
-        singular_response(f, X, etas)
-
-
-def test_response_takes_one_input():
-    with pytest.raises(UserError, match="one input"):
-        singular_response(lambda X: X, torch.ones(2, 3, 4))

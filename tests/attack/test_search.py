@@ -69,11 +69,3 @@ def test_given_inputs_are_not_measured_with_the_seed_they_may_have_been_drawn_wi
     measured(f, [("one", X)], seed=5)
     ls.attack.explicit_inputs(f, Ball(1.0, 4), seed=5)
     assert seeds == [fresh_seed(5, "measure")] * 3
-
-
-def test_seeds_for_different_purposes_differ():
-    found = {
-        fresh_seed(seed, purpose) for seed in range(50) for purpose in ("measure", "constructions")
-    }
-    assert len(found) == 100 and not found & set(range(50))
-    assert max(found) < 2**63 and fresh_seed(0, "measure") == fresh_seed(0, "measure")

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import lipscope as ls
 from lipscope.attention import linearization
-from lipscope.fused import tiled
+from lipscope.fused import reference, tiled
 from tests.cases import KINDS, problem
 from tests.checks import assert_adjoint, assert_matches_dense
 from tests.naive import dense_jacobian
@@ -146,3 +147,67 @@ def test_long_sequences_in_little_memory():
     e = ls.local_lipschitz(f, token.expand(n, d).contiguous())
     # D_X f = (1/n) 1 1' (x) V: the covariances vanish, and x_j - m_i too
     assert e.value == pytest.approx(torch.linalg.matrix_norm(V, 2).item(), rel=1e-10)
+
+
+PIECES = {
+    "heads": ((2,), 3, 3, {}),
+    "one head": ((5,), 1, 1, {}),
+    "grouped": ((2,), 4, 2, {"causal": True}),
+    "softcap": ((2,), 2, 2, {"kernel": ls.Dot(softcap=2.0)}),
+    "window": ((), 2, 1, {"causal": True, "window": 7}),
+}
+
+
+@pytest.mark.parametrize("piece", [1, 5000, 1 << 30])
+@pytest.mark.parametrize("name", PIECES)
+def test_products_in_pieces_add_up(name, piece, monkeypatch):
+    """One row at a time, a few rows, everything at once; memory not yet written starts as NaN."""
+    members, heads, groups, options = PIECES[name]
+    g = torch.Generator().manual_seed(0)
+    Q, K, V = (
+        torch.randn(8 * count, 9, generator=g, dtype=torch.float64)
+        for count in (heads, groups, groups)
+    )
+    padding = torch.arange(70) >= 5
+    f = ls.SelfAttention(Q, K, V, heads=heads, kv_heads=groups, padding=padding, **options)
+    X, E = torch.randn(2, *members, 70, 9, generator=g, dtype=torch.float64)
+    Y, pushed = torch.func.jvp(f, (X,), (E,))
+    U = torch.randn(Y.shape, generator=g, dtype=torch.float64)
+    pulled = torch.func.vjp(f, X)[1](U)[0]
+    J = ls.jacobian(f, X)
+    plain = torch.Tensor.new_empty
+    monkeypatch.setattr(linearization, "PIECE", piece)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a: plain(*a).fill_(torch.nan))
+    for got, want in ((J.mv(E), pushed), (J.rmv(U), pulled)):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12 * want.abs().max().item())
+
+
+def test_saturated_rows_lose_no_digits():
+    """Nearly one-hot P, where dS - rowsum(P dS) nearly cancels, against extended precision."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, *tangent = torch.randn(6, 5, 1, 70, 8, generator=g, dtype=torch.float64)
+    q, k = 30 * q, 30 * k
+    P = torch.softmax(q @ k.mT, dim=-1)
+    p, q_, k_, v_, dq, dk, dv = (
+        x.numpy().astype(np.longdouble)[:, 0] for x in (P, q, k, v, *tangent)
+    )
+    dS = dq @ k_.transpose(0, 2, 1) + q_ @ dk.transpose(0, 2, 1)
+    dP = p * (dS - (p * dS).sum(-1, keepdims=True))
+    truth = torch.from_numpy((dP @ v_ + p @ dv).astype(np.float64))[:, None]
+    assert np.finfo(np.longdouble).eps < 1e-18 and P.max() > 1 - 1e-12
+    for jvp in (linearization._jvp_in_pieces, reference.jvp):
+        off = (jvp(reference.Weights(P), q, k, v, tuple(tangent)) - truth).abs().max()
+        assert off < 1e-15 * np.abs(dS).max() * v.abs().max()
+
+
+def test_products_that_are_recorded_are_not_formed_in_place():
+    """A layer of 80 tokens: mv and rmv under vmap and autograd give what plain calls give."""
+    g = torch.Generator().manual_seed(1)
+    f = ls.SelfAttention(*torch.randn(4, 8, 8, generator=g, dtype=torch.float64), heads=2)
+    X, E, U = torch.randn(3, 80, 8, generator=g, dtype=torch.float64)
+    J = ls.jacobian(f, X)
+    assert torch.allclose(torch.func.vmap(J.mv)(E[None])[0], J.mv(E), rtol=1e-11)
+    assert torch.allclose(torch.func.vmap(J.rmv)(U[None])[0], J.rmv(U), rtol=1e-11)
+    leaf = E.clone().requires_grad_()
+    (pulled,) = torch.autograd.grad(J.mv(leaf), leaf, U)
+    assert torch.allclose(pulled, J.rmv(U), rtol=1e-10, atol=1e-12)

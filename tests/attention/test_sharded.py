@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import lipscope as ls
+from benchmarks import ranks
 from lipscope.attention import sharded
 from lipscope.linalg.space import TokenShards, chunks_of
 from tests.attention.four_ranks import SIZES, long_enough, more

@@ -1,18 +1,17 @@
 """Maps through torch.compile: is the truth inside the interval, or is the map refused?
 
-    python -m tests.campaigns.compiled [WORDS OF A NAME ...]
+    python -m tests.campaigns.compiled --workers 2 --out compiled.jsonl
 
 Every step of `tests.campaigns.edges` that cancels in place, in complex numbers or through views,
 compiled as a function by two backends; a few by inductor, which needs a C++ compiler; modules,
 modules compiled in place, functions that call compiled modules, dynamic shapes, whole graphs,
 batches, float32 and norm inf. A fault is a truth outside [lower, upper] or an exception other than
-UserError. Exit code 1 if there is one.
+UserError.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from tests.campaigns.edges import EVERY, Draw, Map, Offset, add_in_place, attention, norm, plain
+from tests.campaigns.runner import Result, campaign
 
 Case = tuple[str, Callable[[], str]]
 TRUE, REFUSED = "right", "refused"
@@ -120,20 +120,22 @@ def cases() -> Iterator[Case]:
         yield f"{backend}, dynamic", partial(solve, 28, make=partial(compiled, dynamic=True))
 
 
-def main(words: list[str]) -> int:
-    found: Counter[str] = Counter()
-    for name, case in cases():
-        if words and not any(word in name for word in words):
-            continue
-        try:
-            ended = case()
-        except Exception as error:  # every other exception is a finding
-            ended = f"RAISED {type(error).__name__}: {error}"
-        found[ended.partition(":")[0].partition(" ")[0]] += 1
-        print(f"{name}: {' '.join(ended.split())[:160]}", flush=True)
-    print(dict(found))
-    return int(set(found) - {TRUE, REFUSED} != set())
+CASES = list(cases())
+
+
+def chunk(number: int) -> Result:
+    result = Result()
+    name, case = CASES[number]
+    try:
+        ended = case()
+    except Exception as error:  # every other exception is a finding
+        ended = f"RAISED {type(error).__name__}: {error}"
+    outcome = ended.split(":")[0].split()[0]
+    result.count(name, outcome)
+    if outcome not in (TRUE, REFUSED):
+        result.faults.append(f"{name}: {' '.join(ended.split())}")
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(campaign(chunk, 1, len(CASES), __doc__ or ""))

@@ -31,6 +31,7 @@ import lipscope as ls
 from lipscope.nn.contractive import STEEPEST, of_norm
 from tests.campaigns.runner import Result, campaign
 from tests.naive import dense_jacobian
+from tests.test_certificates import Draw
 
 CHUNK = 24
 ACCURACY = 1e-10
@@ -41,26 +42,8 @@ mp.dps = 50
 Map = Callable[[Tensor], Tensor]
 
 
-class Draw:
-    """Random numbers of one case."""
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self.g = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.g, dtype=torch.float64)
-
-    def pick(self, *options):
-        return options[int(torch.randint(len(options), (), generator=self.g))]
-
-    def power(self, low: float, high: float) -> float:
-        share = float(torch.rand((), generator=self.g, dtype=torch.float64))
-        return 10 ** (low + (high - low) * share)
-
-    @property
-    def solver(self) -> ls.Solver:
-        return ls.Solver(seed=1_000_003 + self.seed)
+def solver(draw: Draw) -> ls.Solver:
+    return ls.Solver(seed=1_000_003 + draw.seed)
 
 
 def norm(f: Map, X: Tensor, p: str = "2") -> float:
@@ -205,7 +188,7 @@ def measured(draw: Draw, f: Map, twin: Map, X: Tensor, kind: str, result: Result
     single = draw.pick(False, False, True)
     X = X.float() if single else X
     gap = None if single else draw.pick(None, 0.01, 1e-6)
-    e = ls.local_lipschitz(f, X, gap=gap, solver=draw.solver)
+    e = ls.local_lipschitz(f, X, gap=gap, solver=solver(draw))
     judged(kind, e, norm(twin, X), ACCURACY, result)
 
 
@@ -289,7 +272,7 @@ def loud(dtype: torch.dtype, heads_apart: bool, draw: Draw, result: Result) -> N
         options = {"mask": mask.to(dtype), "padding": padding}
     f = ls.SelfAttention(Q.to(dtype), K.to(dtype), V.to(dtype), heads=heads, **options)
     X = X.to(dtype)
-    e = ls.local_lipschitz(f.heads_apart() if heads_apart else f, X, tol=1e-3, solver=draw.solver)
+    e = ls.local_lipschitz(f.heads_apart() if heads_apart else f, X, tol=1e-3, solver=solver(draw))
     exact = f.double()
     if few:
         short = f.mask[1][real][:, real].double()
@@ -439,7 +422,7 @@ def mixing(draw: Draw, result: Result) -> None:
 
     X = draw.normal(members, 2, 2).to(dtype)
     try:
-        e = ls.local_lipschitz(f, X, solver=draw.solver)
+        e = ls.local_lipschitz(f, X, solver=solver(draw))
         outcome = "right" if way == "none" else "false"
         truth = (scales[:, None, None] * X.cos()).abs().double().flatten(1).amax(1)
         if outcome == "right" and bool((e.lower > truth * (1 + 1e-6)).any()):

@@ -29,9 +29,8 @@ from typing import Any
 
 from lipscope.cli import main
 from lipscope.study.directory import FILE
-from lipscope.study.salvage import record_checksum, row_checksum
+from lipscope.study.salvage import CLAIM, record_checksum, row_checksum
 from lipscope.study.store import Store
-from lipscope.study.validation import CLAIM
 from tests.campaigns.runner import Result, campaign, examine_each
 from tests.study.damage import make
 from tests.study.fakes import info, row, sensitivity

@@ -41,11 +41,6 @@ def test_planted_clusters_are_found_with_their_time():
     assert found.counts[0] == 12 and found.counts[-1] == 4
 
 
-def test_equal_weights_are_equal_to_the_last_digit():
-    found = ls.dynamics.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
-    assert found.masses.item() == pytest.approx(1, abs=1e-15)
-
-
 @pytest.mark.parametrize("size", [1e-200, 1e200])
 def test_clusters_do_not_depend_on_the_unit_of_length(size):
     flow = planted(SQUARE[torch.arange(12) % 4])
@@ -118,22 +113,6 @@ def test_an_interior_limit_point_is_no_vertex():
     assert not found.extreme[found.labels[5]] and "4 of 5 are vertices" in found.summary
 
 
-def test_a_point_on_an_edge_is_no_vertex():
-    at = SQUARE[torch.arange(12) % 4]
-    at[7] = torch.tensor([1.0, 0.25])
-    assert ls.dynamics.find_clusters(planted(at)).extreme.sum() == 4
-
-
-def test_scattered_tokens_are_not_called_clusters():
-    found = ls.dynamics.find_clusters(planted(3 * draw(12, 2, seed=1)))
-    assert not found.clear and "no clear clusters" in found.summary
-
-
-def test_consensus_is_one_cluster():
-    found = ls.dynamics.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
-    assert len(found) == 1 and found.clear and found.extreme.all()
-
-
 def test_a_late_departure_is_not_formed():
     flow = planted(SQUARE[torch.arange(12) % 4])
     positions = flow.positions.clone()
@@ -187,14 +166,6 @@ def test_identity_values_gather_at_vertices(seed):
     assert (inner.amax(1) - inner.diagonal()).max() < 1e-6 * inner.max()
     hull = ConvexHull(X.numpy())
     assert (hull.equations[:, :2] @ found.centres.numpy().T + hull.equations[:, 2:]).max() < 1e-6
-
-
-def test_on_the_line_there_are_two():
-    X = draw(30, 1)
-    found = ls.dynamics.find_clusters(
-        ls.dynamics.flow(identity(1), X, 12.0, tol=1e-5, renormalise=True)
-    )
-    assert len(found) == 2 and found.extreme.all()
 
 
 @pytest.mark.parametrize("tol", [0.0, 1.0, math.nan])

@@ -8,8 +8,7 @@ import torch
 
 import lipscope as ls
 from lipscope.dynamics.depth_growth import composed
-from lipscope.linalg.operator import dense_operator
-from tests.checks import assert_adjoint
+from tests.checks import assert_adjoint, dense_operator
 from tests.dynamics.problems import draw, identity, random_head, two_heads, types_unchecked
 from tests.naive import naive_layer
 
@@ -56,20 +55,6 @@ def test_the_product_of_layers_and_its_adjoint():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_the_bounds(seed):
-    found = ls.dynamics.growth_along_depth(
-        random_head(seed=seed), draw(6, 3, seed=seed), 1.0, layers=10
-    )
-    assert (found.sigma <= found.product * (1 + 1e-6)).all() and (
-        found.product <= found.gronwall * (1 + 1e-6)
-    ).all()
-    assert (
-        found.sigma[0] == found.product[0] == found.gronwall[0] == 1 and "can grow" in found.summary
-    )
-
-
-@pytest.mark.wide
 def test_the_flow_grows_as_finite_differences_say():
     """The dense derivative of the adaptive flow, by differences: what sigma tends to like 1/L."""
     f, X, h = random_head(2), draw(2, 2), 1e-5
@@ -99,29 +84,10 @@ def test_a_measure_grows_in_its_own_norm():
     assert 1 < weighted <= copies * (1 + 1e-9)
 
 
-def test_one_token_in_closed_form():
-    """Alone, a token sees itself: the network multiplies by (1 + 1/L)^L."""
-    found = ls.dynamics.growth_along_depth(identity(), draw(1, 2), 1.0, layers=10)
-    assert found.sigma[-1].item() == pytest.approx(1.1**10) and found.product[
-        -1
-    ].item() == pytest.approx(1.1**10)
-
-
 def test_a_network_deeper_than_the_call_stack():
     layer = dense_operator(torch.tensor([[1.0, 1e-3], [0.0, 1.0]], dtype=torch.float64))
     whole = composed([layer] * 3000, [1.0005] * 3000).to_dense()
     assert torch.allclose(whole, torch.tensor([[1.0, 3.0], [0.0, 1.0]], dtype=torch.float64))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(("n", "time"), [(4, 1e5), (6, 500.0), (2, 1e300)])
-def test_numbers_end_before_the_first_that_overflows(n, time):
-    found = ls.dynamics.growth_along_depth(identity(), draw(n, 2), time)
-    for numbers in (found.sigma, found.local):
-        assert numbers.isfinite().all() and len(numbers) == len(found.times)
-    assert not found.product.isnan().any() and not found.gronwall.isnan().any()
-    assert found.times[-1] < found.overflow <= found.flow.times[-1]
-    assert f"derivatives overflow this dtype from depth {found.overflow:.4g} on" in found.summary
 
 
 def test_the_depth_of_an_overflow():
@@ -138,16 +104,6 @@ def test_a_start_without_a_derivative_is_told():
     found = ls.dynamics.growth_along_depth(identity(), 1e200 * draw(3, 2), 1.0)
     assert found.times.tolist() == [0] and found.sigma.tolist() == [1] and found.local.isnan().all()
     assert "overflow" in found.summary
-
-
-@pytest.mark.wide
-def test_unresolved_scores_are_told():
-    found = ls.dynamics.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
-    assert found.flow.unresolved is not None and "rounding decides" in found.summary
-    assert (
-        "rounding"
-        not in ls.dynamics.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).summary
-    )
 
 
 @pytest.mark.parametrize(

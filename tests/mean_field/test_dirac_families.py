@@ -62,16 +62,6 @@ def test_the_transition_is_that_of_real_tokens():
         )
 
 
-def test_a_small_ball_leaves_one_token_for_the_crowd():
-    f, R = one_head(-1.0), 0.1  # p_R = 0.98
-    found = transition(f, R, 5, per_decade=30)
-    for n, sigma in zip(found.n, found.sigma.tolist(), strict=True):
-        X = torch.tensor([[R]] * (n - 1) + [[-R]], dtype=torch.float64)
-        assert sigma == pytest.approx(
-            torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10
-        )
-
-
 def test_copies_that_move_apart_are_counted():
     """0 and 4, each up to three times: with two copies of 0 the constant is that with splitting."""
     f, atoms = one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)

@@ -11,14 +11,13 @@ import lipscope as ls
 from lipscope.linalg.local import local_lipschitz
 from lipscope.mean_field.duplication import (
     MAPS,
-    gains,
     jump_ratio,
     largest_gain,
     split_estimate,
     splitting,
     splitting_map,
 )
-from lipscope.mean_field.measures import DiscreteMeasure, derivative, push, velocity
+from lipscope.mean_field.measures import DiscreteMeasure, derivative, push
 from lipscope.mean_field.transport import wasserstein
 from tests.mean_field.weighted import (
     dense_derivative,
@@ -28,6 +27,7 @@ from tests.mean_field.weighted import (
     randn,
     random_case,
     random_weights,
+    velocity,
 )
 
 
@@ -86,15 +86,6 @@ def test_masked_measures_split_by_the_same_formula(seed):
     )
 
 
-def test_a_masked_example():
-    """X = (4, -4, 0), A = -1: 10.344 becomes 10.667 when the last token is split."""
-    found = splitting(
-        one_head(-1.0, causal=True), torch.tensor([[4.0], [-4.0], [0.0]], dtype=torch.float64)
-    )
-    assert found.helps and found.token == 2
-    assert (found.together.value, found.value) == pytest.approx((10.344, 10.667), abs=5e-4)
-
-
 @pytest.mark.parametrize("points", [[0.0, 4.0], [0.0, 4.0, -4.0], [0.3, 5.0]])
 def test_the_perturbation_it_names_is_stretched_as_it_says(points):
     f = one_head(-1.0)
@@ -105,16 +96,6 @@ def test_the_perturbation_it_names_is_stretched_as_it_says(points):
         halves, found.measure
     )
     assert ratio == pytest.approx(found.value, rel=1e-4)
-
-
-def test_examples_in_the_plane():
-    I = torch.eye(2, dtype=torch.float64)
-    f = one_head(-I, I)
-    cross = 4 * torch.cat([0 * I[:1], I, -I])
-    for X, whole, split in ((cross[[0, 1, 3]], 10.344, 32 / 3), (cross, 6.2132, 6.4)):
-        found = splitting(f, X)
-        assert found.helps and found.token == 0
-        assert (found.together.value, found.value) == pytest.approx((whole, split), abs=5e-4)
 
 
 def test_where_splitting_does_not_help():
@@ -264,30 +245,9 @@ def test_equal_weights_stay_equal():
     assert gain > 1.2 and mu.weights.tolist() == [0.5, 0.5]
 
 
-def test_a_map_without_values_does_not_split():
-    mu = line([0.0, 4.0])
-    assert gains(one_head(-1.0, 0.0), mu.points[None], mu.weights[None]).tolist() == [0.0]
-
-
-def test_the_map_under_a_mask_knows_who_comes_first():
-    at = torch.tensor([0.0, 4.0])  # float32 positions are taken in the dtype of f
-    gain = splitting_map(one_head(-1.0, causal=True), at).gain
-    assert gain[1, 0] > 1.1 and gain[0, 1] == 1.0
-    for x, y, found in ((4.0, 0.0, gain[1, 0]), (0.0, 4.0, gain[0, 1])):
-        truth = splitting(
-            one_head(-1.0, causal=True), torch.tensor([[x], [y]], dtype=torch.float64)
-        ).gain
-        assert found.item() == pytest.approx(truth, rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("n", "R", "tries"), [(0, 1.0, 10), (2, -1.0, 10), (2, math.nan, 10), (2, 1.0, 0)]
 )
 def test_a_search_without_room_is_refused(n, R, tries):
     with pytest.raises(ls.UserError, match="the search needs"):
         largest_gain(one_head(-1.0), n, R, tries=tries)
-
-
-def test_only_the_line_has_a_map():
-    with pytest.raises(ls.UserError, match="tokens of size 1"):
-        splitting_map(MAPS["A = I"](), torch.zeros(3, dtype=torch.float64))

@@ -36,7 +36,7 @@ from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models._transformers_internals import CONFIG_MAPPING, random_model
-from lipscope.models.loading import _base_classes, load
+from lipscope.models.loading import _model_classes, load
 from lipscope.models.scopes import SCOPES
 from tests.models.small import small_configs
 from tests.models.survey_budgets import budget_cells, samples_of
@@ -95,7 +95,7 @@ def _examine(name: str, measured: list[tuple[Any, dict[str, Any]]]) -> dict[str,
     reasons, refusal = [], None
     try:
         for config in small_configs(CONFIG_MAPPING[name]):
-            kinds = _base_classes(config)
+            kinds = _model_classes(config)
             if not kinds:
                 return {"outcome": "refused", "reason": "no trunk with hidden states"}
             try:

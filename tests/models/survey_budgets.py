@@ -19,7 +19,7 @@ import lipscope as ls
 from lipscope.models.attention import using_attention
 from lipscope.models.capture import capture, first_tensor
 from lipscope.models.loading import load
-from lipscope.models.running import Float64
+from lipscope.models.maps import Float64
 from lipscope.probes.budget.subject import copied
 
 PROBES = 16

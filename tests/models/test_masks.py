@@ -27,8 +27,7 @@ from lipscope.models.attention import (
     using_attention,
 )
 from lipscope.models.loading import load
-from lipscope.models.maps import Heads
-from lipscope.models.running import Float64
+from lipscope.models.maps import Float64, Heads
 from tests.models.truth import Truth
 from tests.models.zoo import make, sample
 

@@ -14,7 +14,8 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.attention import NAME, configs, lipscope_attention, listening, using_attention
 from lipscope.models.loading import load
-from lipscope.models.running import TOLERANCE, Float64
+from lipscope.models.maps import Float64
+from lipscope.models.structure import TOLERANCE
 from tests.models.zoo import BYPASSING, FAMILIES, MASKING, make, sample
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lipscope.models.loading import load
-from lipscope.models.maps import Rerun
-from lipscope.models.running import Float64
+from lipscope.models.maps import Float64, Rerun
 from tests.models.zoo import make, sample
 
 RMSNORM = ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "t5"]

@@ -210,7 +210,7 @@ WRONG = {
     ),
     "broken tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
-        "tokenizer cannot be read.*pass another one",
+        "tokenizer cannot be read.*pass another tokenizer",
     ),
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipscope.models.running import Float64
+from lipscope.models.maps import Float64
 
 
 class Truth:

@@ -45,27 +45,11 @@ SPOKEN = re.compile(r"(warn|print|echo|debug|info|warning|error|write_line|progr
 
 
 class Edit(NamedTuple):
-    """One edit: the line it begins in, that line's text (or lines) before and after it.
-
-    `statement` is the first line of the statement around it, and `names` are what a statement
-    that runs on import binds, empty in a function.
-    """
+    """One edit: the line it begins in, that line's text (or lines) before and after it."""
 
     line: int
     old: str
     new: str
-    statement: int
-    names: frozenset[str]
-
-
-def _bound(statement: ast.stmt) -> frozenset[str]:
-    """The names that a statement of a module or class binds."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return frozenset({statement.name})
-    stored = (n for n in ast.walk(statement) if isinstance(n, ast.Name | ast.Attribute))
-    return frozenset(
-        n.id if isinstance(n, ast.Name) else n.attr for n in stored if isinstance(n.ctx, ast.Store)
-    )
 
 
 class _Finder:
@@ -119,7 +103,7 @@ class _Finder:
         elif isinstance(node, ast.Attribute) and node.attr in NAMES:
             yield self.end(node) - len(node.attr), self.end(node), NAMES[node.attr]
 
-    def edit(self, span: Span, statement: int, names: frozenset[str]) -> Edit:
+    def edit(self, span: Span) -> Edit:
         start, end, text = span
         first = self.data.count(b"\n", 0, start)
         last = self.data.count(b"\n", 0, end - 1)
@@ -128,7 +112,7 @@ class _Finder:
         new = (self.data[begin:start] + text.encode() + self.data[end:stop]).decode()
         if text == "":  # "not" is gone, and so is the space after it
             new = (self.data[begin:start] + self.data[end:stop].lstrip(b" ")).decode()
-        return Edit(first + 1, old.rstrip("\n"), new.rstrip("\n"), statement, names)
+        return Edit(first + 1, old.rstrip("\n"), new.rstrip("\n"))
 
 
 Span = tuple[int, int, str]
@@ -152,21 +136,15 @@ def edits(source: str) -> list[Edit]:
     """Every edit of `source`, in the order of the text."""
     finder, found = _Finder(source), []
 
-    def visit(node: ast.AST, statement: int, names: frozenset[str], imported: bool) -> None:
+    def visit(node: ast.AST) -> None:
         if _left_alone(node):
             return
-        if isinstance(node, ast.stmt):
-            statement = node.lineno
-            names = _bound(node) if imported else frozenset()
-        found.extend(finder.edit(span, statement, names) for span in finder.spans(node))
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        found.extend(map(finder.edit, finder.spans(node)))
         for name, value in ast.iter_fields(node):
-            if name in ("annotation", "returns", "type_comment"):
-                continue
-            inside = imported and not (function and name == "body")
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    visit(child, statement, names if inside else frozenset(), inside)
+            if name not in ("annotation", "returns", "type_comment"):
+                for child in value if isinstance(value, list) else [value]:
+                    if isinstance(child, ast.AST):
+                        visit(child)
 
-    visit(ast.parse(source), 1, frozenset(), True)
+    visit(ast.parse(source))
     return sorted(set(found))

@@ -42,16 +42,13 @@ class Job:
         begin: Changes the copy.
         arguments: Of pytest.
         seconds: The run is ended after these.
-        end: Gets the copy, the exit code (None if the time was over) and the output; may return a
-            job to run next.
-        plugins: Of pytest.
+        end: Gets the copy, the exit code (None if the time was over) and the output.
     """
 
     begin: Callable[[Path], None]
     arguments: list[str]
     seconds: float
-    end: Callable[[Path, int | None, str], Job | None]
-    plugins: tuple[object, ...] = ()
+    end: Callable[[Path, int | None, str], None]
 
 
 def _run(copy: Path, job: Job) -> None:
@@ -68,7 +65,7 @@ def _run(copy: Path, job: Job) -> None:
         del sys.modules[name]
     code = 3  # as pytest has it: an internal error
     try:
-        code = int(pytest.main([*OPTIONS, *job.arguments], [*job.plugins]))
+        code = int(pytest.main([*OPTIONS, *job.arguments]))
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -103,8 +100,7 @@ def run_jobs(jobs: Iterable[Job], workers: int) -> None:
                         del running[child]
                         text = copy.with_suffix(".txt").read_text(errors="replace")
                         code = None if late else os.waitstatus_to_exitcode(status)
-                        following = job.end(copy, code, text)
-                        waiting += [following] if following else []
+                        job.end(copy, code, text)
                         free.append(copy)
         finally:
             for child in running:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.attack.ascent import sigma_gradient
-from lipscope.linalg.infinity import infinity_norm
+from lipscope.linalg.local import infinity_norm
 
 
 def top_pair(f: ls.SelfAttention, X: Tensor, norm: str) -> tuple[float, Tensor, Tensor]:

@@ -10,7 +10,7 @@ import lipscope as ls
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.contractive import ATTENTIONS
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
-from lipscope.train.sigma_table import Reading
+from lipscope.train.monitor import Reading
 from tests.nn.test_modules import compiled
 from tests.train.watched import trained
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lipscope.papers import registry, running
+from lipscope.papers import running
 from lipscope.papers.claims import Claim, Quoted
 from tests.study.conftest import model, prose, tiny
 
@@ -13,6 +13,6 @@ __all__ = ["model", "prose", "tiny"]
 def registered(monkeypatch):
     """Puts claims of a test in place of the registered ones."""
     found: list[Claim] = []
-    monkeypatch.setattr(registry, "claims", lambda: found)
+    monkeypatch.setattr(running, "claims", lambda: found)
     monkeypatch.setitem(running.QUOTED, "C1", Quoted("page 2"))
     return found

@@ -6,7 +6,6 @@ from lipscope.papers.claims import Claim, judged
 def claim(run, judge=None, id="C1", needs="nothing"):
     return Claim(
         id=id,
-        paper="castin2024",
         says="two is two",
         needs=needs,
         run=run,

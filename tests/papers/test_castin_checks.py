@@ -1,7 +1,6 @@
 """Proposed checks: bounds on implementations, attacks at equal norm, long contexts."""
 
 import pytest
-import torch
 
 from lipscope.papers import castin_checks
 from lipscope.papers.castin_checks import (
@@ -11,7 +10,6 @@ from lipscope.papers.castin_checks import (
     RANDOM,
     STATES,
     SWAP,
-    _classifier,
     judge_attacks,
     judge_implementations,
     judge_long,
@@ -19,8 +17,7 @@ from lipscope.papers.castin_checks import (
     run_long,
     wilson,
 )
-from lipscope.papers.claims import Kind
-from lipscope.papers.quoted import QUOTED
+from lipscope.papers.claims import QUOTED, Kind
 from lipscope.papers.setting import Setting
 
 
@@ -44,15 +41,6 @@ def test_bounds_on_implementations_hold_and_a_broken_one_is_reported(monkeypatch
     assert any(r["paper"] is None for r in numbers["rows"])  # not for rotary positions
     numbers["rows"][0]["broken"] = ["compact"]
     assert not judge_implementations(numbers, QUOTED["N1"]).holds
-
-
-def test_the_classifier_separates_what_is_separable():
-    g = torch.Generator().manual_seed(0)
-    X = torch.randn(200, 5, generator=g, dtype=torch.float64)
-    labels = (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
-    classify = _classifier(X[:150], labels[:150])
-    guesses = classify(X[150:]).argmax(dim=1)
-    assert (guesses == labels[150:]).double().mean() > 0.6
 
 
 def attacked(guided, random):

@@ -21,10 +21,8 @@ from lipscope.papers.castin_heads import (
     sigma,
     wrong_slice,
 )
-from lipscope.papers.claims import Quoted
-from lipscope.papers.quoted import QUOTED
-from lipscope.papers.registry import chosen
-from lipscope.papers.running import reproduce_papers
+from lipscope.papers.claims import QUOTED, Quoted
+from lipscope.papers.running import chosen, reproduce_papers
 from lipscope.papers.setting import Setting
 from lipscope.theorems.castin2024 import theorem_witness
 from lipscope.theorems.registry import BoundRows

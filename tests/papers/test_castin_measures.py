@@ -9,21 +9,18 @@ from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.papers import castin_measures
 from lipscope.papers.castin_measures import (
     judge_clusters,
+    judge_copies,
     judge_depth,
     judge_end_of_root,
+    judge_features,
     judge_masked,
     judge_near_equality,
     judge_plans,
-)
-from lipscope.papers.castin_splitting import (
-    judge_copies,
-    judge_features,
     judge_split_attack,
     judge_where_split,
     judge_which_split,
 )
-from lipscope.papers.claims import Quoted
-from lipscope.papers.quoted import QUOTED
+from lipscope.papers.claims import QUOTED, Quoted
 from lipscope.papers.running import reproduce_papers
 
 NOTHING = Quoted("")

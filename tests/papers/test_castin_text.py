@@ -24,8 +24,7 @@ from lipscope.papers.castin_text import (
     measure_figure,
     released_statistic,
 )
-from lipscope.papers.claims import Quoted
-from lipscope.papers.quoted import QUOTED
+from lipscope.papers.claims import QUOTED, Quoted
 from lipscope.papers.running import reproduce_papers
 from lipscope.papers.setting import Setting
 

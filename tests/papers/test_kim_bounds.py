@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lipscope.papers import kim_bounds
-from lipscope.papers.claims import Kind
+from lipscope.papers.claims import QUOTED, Kind
 from lipscope.papers.kim_bounds import (
     judge_looseness,
     judge_rates,
@@ -22,7 +22,6 @@ from lipscope.papers.kim_bounds import (
     two_sides,
     unit_layer,
 )
-from lipscope.papers.quoted import QUOTED
 from lipscope.papers.setting import Setting
 
 QUICK = Setting(quick=True)

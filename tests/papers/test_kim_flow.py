@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipscope.nn import ContractiveL2Attention, DotSelfAttention
-from lipscope.papers.claims import Kind
+from lipscope.papers.claims import QUOTED, Kind
 from lipscope.papers.kim_flow import (
     PairFlow,
     draw_pairs,
@@ -18,7 +18,6 @@ from lipscope.papers.kim_flow import (
     run_flow,
     true_log_density,
 )
-from lipscope.papers.quoted import QUOTED
 from lipscope.papers.setting import Setting
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipscope.papers import kim_layers
-from lipscope.papers.claims import Kind
+from lipscope.papers.claims import QUOTED, Kind
 from lipscope.papers.kim_layers import (
     blow_up_inputs,
     inverse_error,
@@ -18,7 +18,6 @@ from lipscope.papers.kim_layers import (
     run_inversion,
     run_output_range,
 )
-from lipscope.papers.quoted import QUOTED
 from lipscope.papers.setting import Setting
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lipscope.papers import kim_training
-from lipscope.papers.claims import Kind, NotAvailable
+from lipscope.papers.claims import QUOTED, Kind, NotAvailable
 from lipscope.papers.kim_training import (
     CLAIMS,
     COMPARED,
@@ -19,7 +19,6 @@ from lipscope.papers.kim_training import (
     run_usual,
     separating_rates,
 )
-from lipscope.papers.quoted import QUOTED
 from lipscope.papers.setting import Setting
 
 UNIGRAM = 3.0

@@ -19,8 +19,8 @@ from lipscope.linalg.spectral import spectral_norm
 from lipscope.models.loading import load
 from lipscope.probes.attack import KINDS, PROBE, TOKEN_SEARCHES, AttackPlan, attack_model
 from lipscope.probes.token_target import layer_sigma, output_change
-from lipscope.study.merging import merge
 from lipscope.study.study import Study
+from lipscope.study.study import merge_directories as merge
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -157,11 +157,9 @@ def test_a_tokenizer_of_another_model_is_told_in_a_line(tiny, prose, tmp_path, c
     BertModel(config).save_pretrained(folder)
     text = tmp_path / "texts.txt"
     text.write_text("\n".join([prose, prose[::-1], prose[60:]]))
-    for kind in ("tokens", "compare"):
-        assert (
-            main(["attack", str(folder), "--kind", kind, "--text", str(text), "--length", "6"]) == 2
-        )
-        assert "which has 60 tokens; use the model's own tokenizer" in capsys.readouterr().err
+    given = [str(folder), "--kind", "tokens", "--text", str(text), "--length", "6"]
+    assert main(["attack", *given]) == 2
+    assert "which has 60 tokens; use the model's own tokenizer" in capsys.readouterr().err
 
 
 def test_a_layer_that_does_not_exist_has_no_slope(model):

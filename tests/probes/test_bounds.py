@@ -8,9 +8,9 @@ from lipscope.attack.ascent import Climb
 from lipscope.cli import main
 from lipscope.models.loading import load
 from lipscope.probes.bounds import BOUND, REGIME, WORST, audit_model
-from lipscope.study.merging import merge
 from lipscope.study.records import SIGMA
 from lipscope.study.study import Study
+from lipscope.study.study import merge_directories as merge
 
 SHORT = Climb(steps=2, restarts=1)
 

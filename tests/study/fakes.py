@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lipscope.study.jobs import Job, Outcome, run_in_process
+from lipscope.study.jobs import Job, Outcome
 from lipscope.study.records import Description, Fingerprint, Row, Sensitivity, StudyHeader
 
 IDENTITY = Fingerprint(
@@ -116,7 +116,7 @@ def refuse_at_birth(threads: int):
 
 def keep_slowly(directory: str, count: int) -> None:
     """A study of `count` fake jobs in a process that may be killed; prints every stored job."""
-    from lipscope.study.run import store_outcomes
+    from lipscope.study.run import run_jobs
     from lipscope.study.store import Store
 
     def work(job: Job) -> Outcome:
@@ -126,13 +126,7 @@ def keep_slowly(directory: str, count: int) -> None:
     store = Store.create(Path(directory), info())
     done = store.done("sigma")
     todo = [job for job in jobs(count) if not set(job.row_keys()) <= done]
-    store_outcomes(
-        run_in_process(work, todo),
-        store,
-        todo,
-        info(),
-        lambda done, total: print(done, flush=True),
-    )
+    run_jobs(work, None, todo, store, info(), progress=lambda done, total: print(done, flush=True))
 
 
 def roll_back(directory: Path) -> None:
@@ -149,8 +143,8 @@ def many_rows(number: int) -> list[Row]:
 
 def keep_and_merge(top: str, jobs: int, synchronous: str = "") -> None:
     """Write a study and merge it; note each job on stderr when the store has acknowledged it."""
-    from lipscope.study.merging import merge
     from lipscope.study.store import Store
+    from lipscope.study.study import merge_directories as merge
 
     place = Path(top) / "new" / "study"
     store = Store.create(place, info())

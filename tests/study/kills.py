@@ -27,15 +27,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from lipscope._files import whole_file
 from lipscope._types import UserError
-from lipscope.study.clusters import open_engine
-from lipscope.study.engines import Engine
-from lipscope.study.jobs import Job, run_in_process
+from lipscope.study.engines import Engine, open_engine
+from lipscope.study.jobs import Job
 from lipscope.study.store import Store
 from tests.study.fakes import Start, answer, info, jobs
 
@@ -72,23 +72,24 @@ def lines(directory: Path) -> list[str]:
 
 def calm(directory: Path, todo: list[Job]) -> list[str]:
     """The export of a study that one process made."""
-    from lipscope.study.run import store_outcomes
+    from lipscope.study.run import run_jobs
 
     store = Store.create(directory, info())
-    store_outcomes(run_in_process(answer, todo), store, todo, info())
+    run_jobs(answer, None, todo, store, info())
     store.close()
     return lines(directory)
 
 
 def measure(directory: Path, engine: Engine, start: Start, todo: list[Job], report=None) -> None:
     """The jobs of a study that are not stored yet, as `lipscope measure` runs them."""
-    from lipscope.study.run import store_outcomes
+    from lipscope.study.run import run_jobs
 
     store = Store.create(directory, info())
     try:
         done = store.done("sigma")
         left = [job for job in todo if not set(job.row_keys()) <= done]
-        store_outcomes(engine.run(start, left), store, left, info(), report)
+        opened = partial(nullcontext, engine)
+        run_jobs(None, start, left, store, info(), engine=opened, progress=report)
     finally:
         store.close()
 

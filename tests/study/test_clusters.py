@@ -14,8 +14,10 @@ from distributed.deploy.spec import ProcessInterface
 
 from lipscope._types import UserError
 from lipscope.cli import main
-from lipscope.study import clusters
-from lipscope.study.clusters import check_engine, open_engine
+from lipscope.study import engines
+from lipscope.study import jobs as job_module
+from lipscope.study.engines import open_engine
+from lipscope.study.jobs import check_engine
 from lipscope.study.study import Study
 from tests.study.fakes import Start, answer, jobs, start_answering
 from tests.study.printed import exported
@@ -45,7 +47,7 @@ def test_what_is_refused(workers, cluster, told):
 
 
 def test_a_scheduler_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(clusters, "CONNECT", 1)
+    monkeypatch.setattr(engines, "CONNECT", 1)
     with (
         pytest.raises(UserError, match="no scheduler answers at tcp://"),
         open_engine(1, "tcp://127.0.0.1:1"),
@@ -56,11 +58,11 @@ def test_a_scheduler_that_does_not_answer(monkeypatch):
 def test_a_cluster_that_is_started():
     options = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
     options |= {"dashboard_address": None}
-    with clusters._started("distributed", "LocalCluster", options, 1) as engine:
+    with engines._started("distributed", "LocalCluster", options, 1) as engine:
         assert sorted(engine.run(start_answering, jobs(5))) == sorted(map(answer, jobs(5)))
     with (
         pytest.raises(UserError, match="LocalCluster cannot be started"),
-        clusters._started("distributed", "LocalCluster", {"n": 1}, 1),
+        engines._started("distributed", "LocalCluster", {"n": 1}, 1),
     ):
         pass
 
@@ -78,7 +80,7 @@ def test_a_job_that_is_refused_ends_the_command():
     told = "SpecCluster cannot be started: Command exited with code 1. stderr: no partition gpu"
     with (
         pytest.raises(UserError, match=told),
-        clusters._started("distributed", "SpecCluster", options, 2),
+        engines._started("distributed", "SpecCluster", options, 2),
     ):
         pass
 
@@ -148,7 +150,7 @@ def test_without_the_commands_of_slurm(slurm, monkeypatch):
 
 
 def test_without_dask_the_message_is_the_pip_line(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(clusters, "find_spec", lambda name: None)
+    monkeypatch.setattr(job_module, "find_spec", lambda name: None)
     check_engine(1, None)
     assert main(["measure", tiny, "--workers", "2"]) == 2
     said = " ".join(capsys.readouterr().err.split())

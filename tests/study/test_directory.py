@@ -15,9 +15,9 @@ from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.study import directory as rules
 from lipscope.study.directory import FILE, JOURNAL, LOCK
-from lipscope.study.merging import merge
 from lipscope.study.store import Store
 from lipscope.study.study import Study
+from lipscope.study.study import merge_directories as merge
 from tests.campaigns.hostile_studies import JOURNALS, names_file, seen, write_ahead
 from tests.study.damage import make
 from tests.study.fakes import info

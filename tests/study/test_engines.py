@@ -7,15 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lipscope._types import UserError
-from lipscope.study.clusters import open_engine
-from lipscope.study.engines import Engine, SchedulerLostError, _Queue, _Worker
-from lipscope.study.jobs import Job, run_in_process
+from lipscope.study.engines import Engine, SchedulerLostError, open_engine
+from lipscope.study.jobs import Job
 from tests.study.fakes import (
     Start,
     answer,
@@ -36,29 +34,14 @@ def engine():
         yield opened
 
 
-@pytest.fixture(params=["in process", "workers"])
-def run(request, tmp_path):
-    start = Start(tmp_path)
-    if request.param == "in process":
-        return partial(run_in_process, start(1))
-    return partial(request.getfixturevalue("engine").run, start)
-
-
-def test_every_job_has_one_outcome(run):
-    todo = jobs(10)
-    assert sorted(run(todo)) == sorted(answer(job) for job in todo)
-
-
-def test_an_exception_is_the_result_of_its_job_alone(run):
+def test_every_job_has_one_outcome_and_an_exception_is_that_of_its_job(engine, tmp_path):
     todo = jobs(4)
     bad = Job(8, (0,), -2, ("attention",), ())
-    outcomes = {outcome.job: outcome for outcome in run([*todo[:2], bad, *todo[2:]])}
+    found = engine.run(Start(tmp_path), [*todo[:2], bad, *todo[2:]])
+    outcomes = {outcome.job: outcome for outcome in found}
     assert outcomes.pop(bad).failure == "RuntimeError: this job\ncannot be done"
     assert outcomes == {job: answer(job) for job in todo}
-
-
-def test_no_jobs_no_work(run):
-    assert list(run([])) == []
+    assert list(engine.run(Start(tmp_path), [])) == []
 
 
 @pytest.mark.wide
@@ -85,20 +68,6 @@ def test_workers_live_long_and_keep_to_their_input(engine, tmp_path):
     assert len({pid for *_, pid in done}) <= 2
     # Two inputs, two workers: each prepares its own, and at most one helps the other out.
     assert len({(n, pid) for _, n, _, pid in done}) <= 3
-
-
-def test_a_worker_keeps_to_its_input_then_takes_one_that_is_free():
-    todo = jobs(6, layers=2)  # n = 8, 16, 24, two jobs each
-    queue, a, b = _Queue(todo), _Worker("a"), _Worker("b")
-    first = queue.next_for(a, [a, b])
-    a.last = first.group
-    second = queue.next_for(b, [a, b])
-    b.last = second.group
-    assert (first.n, second.n) == (8, 16)
-    assert queue.next_for(a, [a, b]).n == 8
-    assert queue.next_for(a, [a, b]).n == 24
-    queue.put_back(first)
-    assert len(queue) == 3 and queue.next_for(a, [a, b]) == first
 
 
 def test_a_run_left_early_leaves_the_workers_to_the_next(engine, tmp_path):

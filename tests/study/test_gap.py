@@ -13,9 +13,9 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.study.run import measure
+from lipscope.study.salvage import INFO
 from lipscope.study.store import Store
 from lipscope.study.study import Study
-from lipscope.study.validation import INFO
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import exported, shown
 

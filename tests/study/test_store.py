@@ -65,7 +65,7 @@ def test_rows_come_in_one_order_whenever_they_were_written(tmp_path):
 
 def test_a_job_is_kept_whole_or_not_at_all(tmp_path):
     store = Store.create(tmp_path / "s", info())
-    with pytest.raises(ValueError, match="lower <= value <= upper"):
+    with pytest.raises(ValueError, match="a study cannot hold this row"):
         store.write([row(layer=0), row(layer=1, lower=9.0)])
     assert store.rows() == []
     with pytest.raises(TypeError):

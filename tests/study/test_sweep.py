@@ -11,8 +11,8 @@ from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.models.loading import load
 from lipscope.study import sweep as sweep_module
+from lipscope.study.jobs import Shard
 from lipscope.study.run import measure
-from lipscope.study.sharding import Shard
 from lipscope.study.study import Study
 from lipscope.study.sweep import Entry, read_sweep
 from tests.study.bad_sweeps import bad_sweeps, outcome

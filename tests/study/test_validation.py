@@ -10,20 +10,22 @@ import pytest
 from lipscope.cli import main
 from lipscope.study.directory import FILE
 from lipscope.study.jobs import Command, Request, command_lines, count_jobs
-from lipscope.study.salvage import record_checksum, row_checksum
-from lipscope.study.store import Store, _stored
-from lipscope.study.validation import (
+from lipscope.study.records import COLUMNS, Fingerprint
+from lipscope.study.salvage import (
     CLAIM,
     INFO,
     MOST_COMMANDS,
     NORMS,
     TOKENS,
     _commands,
+    record_checksum,
+    row_checksum,
     valid_record,
     valid_row,
 )
+from lipscope.study.store import Store, _stored
 from tests.study.damage import make
-from tests.study.fakes import info, row
+from tests.study.fakes import IDENTITY, info, row
 
 ASKED = {
     "groups": [[8, [0, 1]], [16, [0]]],
@@ -39,6 +41,30 @@ def command(**changes):
 
 def valid_commands(*listed):
     return valid_record((INFO, "commands", json.dumps(listed)))
+
+
+def test_columns_are_frozen():
+    assert ",".join(COLUMNS) == (
+        "probe,scope,layer,head,n,sample,kind,norm,value,lower,upper,residual,status,radius,dtype,device,seconds,reason,extra"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lower": 3.0}, {"upper": 1.0}, {"lower": math.nan}, {"upper": math.nan},
+        {"value": math.nan}, {"value": math.nan, "status": "max_steps"},
+    ],
+)  # fmt: skip
+def test_an_impossible_row_is_not_written(changes):
+    with pytest.raises(ValueError, match="a study cannot hold this row"):
+        Store.create(None, info()).write([row(**changes)])
+
+
+def test_identity_names_its_differences():
+    assert IDENTITY.differences(IDENTITY) == []
+    changed = Fingerprint(**{**vars(IDENTITY), "tol": 1e-3, "text": "y"})
+    assert IDENTITY.differences(changed) == ["text", "tol"]
 
 
 def test_rows_that_make_sense():

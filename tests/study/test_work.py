@@ -11,10 +11,9 @@ import lipscope as ls
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.sites import Site
-from lipscope.study.probe import Place, Sigma
+from lipscope.study.probe import NUMERIC_VERSION, Place, Sigma, config_digest, start_probes
 from lipscope.study.reading import SampledText
 from lipscope.study.records import Row
-from lipscope.study.work import NUMERIC_VERSION, config_digest, start_probes
 from tests.naive import dense_jacobian
 from tests.study.fakes import IDENTITY
 from tests.study.tiny import save_tiny

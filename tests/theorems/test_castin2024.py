@@ -165,13 +165,6 @@ def test_the_theorem_from_below_where_the_eigenvalue_is_a_rounding_error(seed: i
     assert 2 / 5 * (1 - 1e-6) <= stated <= moved(f, theorem_witness(f, ball))
 
 
-def test_compact_stops_growing_with_n_in_the_mean_field_regime():
-    f = repelling(0.5)
-    values = [compact_upper(f, Ball(1.0, n)) for n in (4, 64, 4096, 65536 // 8)]
-    assert values[0] < values[1] < values[2] and values[3] < 1.01 * values[2]
-    assert values[3] <= 0.5 + 1.5 * math.exp(0.5)
-
-
 def test_the_large_radius_limit():
     g = torch.Generator().manual_seed(4)
     n, d = 8, 3
@@ -201,10 +194,3 @@ def test_the_tuned_gap_takes_an_eigenvector_of_the_scores_in_any_basis():
     truth = math.sqrt(n - 1) * p * (1 + (1 - p) * gap)
     assert tuned_lower(f, ball) == pytest.approx(truth, rel=1e-9)
     assert tuned_lower(f, ball) <= moved(f, tuned_witness(f, ball)) * (1 + 1e-12)
-
-
-def test_the_tuned_gap_of_uniform_attention_is_zero_and_counts():
-    """Without scores every weight is 1/n: a token moves each of the n - 1 others by |V u| / n."""
-    eye, n = torch.eye(3, dtype=torch.float64), 5
-    f = ls.SelfAttention(0 * eye, eye, 2 * eye)
-    assert tuned_lower(f, Ball(1.0, n)) == pytest.approx(2 * math.sqrt(n - 1) / n, rel=1e-9)

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from scipy.integrate import quad
 
 import lipscope as ls
 from lipscope._types import Around
+from lipscope.linalg.spectral import spectral_norm
 from lipscope.theorems.certified import (
     STEPS,
     AtRadius,
     Base,
     _keys_through_tokens,
-    at_radius,
-    base,
     certified_upper,
     second_derivative,
     third_cumulant,
@@ -65,16 +63,6 @@ def test_it_is_close_to_what_ascent_finds():
     assert found <= certified <= 1.05 * found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_it_is_close_to_what_ascent_finds_at_64_tokens(causal):
-    f, X = drawn(64, causal)
-    for r, ratio in ((1e-2, 1.06 if causal else 1.05), (1e-1, 1.65 if causal else 1.5)):
-        found, certified = attacked(f, X, r, 12), certified_upper(f, Around(X, r))
-        print(f"causal={causal} r={r}: certified / attacked = {certified / found:.4f}")
-        assert found <= certified <= ratio * found
-
-
 @pytest.mark.parametrize(
     "kind", ["gaussian", "causal", "biases", "additive mask", "fully masked rows"]
 )
@@ -82,7 +70,7 @@ def test_b_bounds_the_second_derivative(kind: str):
     """Finite differences of dense Jacobians, and weights, at random Z in the ball."""
     f, X, view = head(kind, 1)
     g = torch.Generator().manual_seed(0)
-    x = base(view, X)
+    x = Base(view, X)
     for rho in (1e-3, 0.3):
         B, most = second_derivative(x, rho) * view.factor, weights_within(x, rho)
         for _ in range(3):
@@ -120,7 +108,7 @@ def test_it_grows_with_the_radius_and_starts_at_sigma():
 def test_the_sum_is_above_the_integral():
     f, X, view = head("gaussian", 3)
     r, fine = 0.5, 64
-    x = base(view, X)
+    x = Base(view, X)
     integral = (
         sum(second_derivative(x, r * (i + 0.5) / fine) for i in range(fine))
         * r
@@ -197,25 +185,16 @@ def margin(seed: int) -> tuple[float, float, float]:
     """B in float64 with margin over B in 50 digits, minus 1; the predicted margin; the offset."""
     one = small_head(seed)
     (view,) = heads_of(one.f, folded=True)
-    x = base(view, one.X)
+    x = Base(view, one.X)
     exact = second_derivative_bound(one.f, one.X, one.rho) / view.factor
     return float(second_derivative(x, one.rho) / exact - 1), predicted_margin(x, one), one.offset
 
 
-def test_the_margin_covers_rounding_and_no_more():
-    for seed in range(6):
-        found, predicted, _ = margin(seed)
-        assert 0 <= found <= predicted
-
-
-@pytest.mark.slow
-def test_two_hundred_margins_against_fifty_digits():
-    found = [margin(seed) for seed in range(240)]
-    plain = sorted(excess for excess, _, offset in found if offset == 0)
-    share = max(excess / predicted for excess, predicted, _ in found)
-    print(f"margin without offset: median {plain[len(plain) // 2]:.1e}, largest {plain[-1]:.1e}")
-    print(f"with any offset: largest share of what is predicted {share:.2f}")
+@pytest.mark.parametrize("seeds", [6, pytest.param(240, marks=pytest.mark.slow)])
+def test_the_margin_covers_rounding_and_no_more(seeds: int):
+    found = [margin(seed) for seed in range(seeds)]
     assert all(0 <= excess <= predicted for excess, predicted, _ in found)
+    plain = sorted(excess for excess, _, offset in found if offset == 0)
     assert plain[len(plain) // 2] < 1e-11
 
 
@@ -228,11 +207,11 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
     """
     uppers, excess = [], []
 
-    def recorded(f, X, **options):
-        uppers.append(ls.local_lipschitz(f, X, **options))
+    def recorded(J, **options):
+        uppers.append(spectral_norm(J, **options))
         return uppers[-1]
 
-    monkeypatch.setattr("lipscope.theorems.certified.local_lipschitz", recorded)
+    monkeypatch.setattr("lipscope.theorems.certified.spectral_norm", recorded)
     for seed in range(200):
         one = small_head(seed)
         (view,) = heads_of(one.f, folded=True)
@@ -240,7 +219,7 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
         computed = certified_upper(one.f, Around(one.X, one.rho))
         at_X = uppers[-1].upper * (1 + gamma(200))
         # The first radius is r / STEPS.
-        slack = 1 + STEPS * predicted_margin(base(view, one.X), one)
+        slack = 1 + STEPS * predicted_margin(Base(view, one.X), one)
         assert (
             min(norm + rise, interval) <= computed <= min(at_X + rise * slack, interval * slack)
         ), seed
@@ -251,26 +230,11 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
     )
 
 
-@pytest.mark.wide
-def test_the_integral_of_the_second_derivative_is_bounded_within_one_step():
-    """Upper sums of a nondecreasing B: above the integral, by at most (B(r) - B(0)) r / STEPS."""
-    (f, X), r = drawn(8, causal=False), 0.1
-    (h,) = heads_of(f, folded=False)
-    x = base(h, X)
-    ends = [second_derivative(x, rho) for rho in (0.0, r)]
-    integral = quad(lambda rho: second_derivative(x, rho), 0.0, r)[0]
-    at_X = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
-    rise = certified_upper(f, Around(X, r)) - at_X
-    slack = 1e-3 * at_X  # the solver's own upper bound at X
-    assert integral <= rise <= integral + (ends[1] - ends[0]) * r / STEPS + slack
-    assert slack < (ends[1] - ends[0]) * r / STEPS / 4
-
-
 def test_long_sequences_take_the_smaller_bound_of_the_third_cumulant(monkeypatch):
     """Without Gram matrices and at X itself: the least of two products, either for some query."""
     monkeypatch.setattr("lipscope.theorems.certified.GRAM", 0)
     f, X, view = head("gaussian", 3)
-    x = base(view, X)
+    x = Base(view, X)
     A = f.K.T @ f.Q / math.sqrt(f.Q.shape[0])
     P = torch.softmax(X @ A.T @ X.T, dim=1)
     away = X[None] - (P @ X)[:, None]
@@ -279,7 +243,7 @@ def test_long_sequences_take_the_smaller_bound_of_the_third_cumulant(monkeypatch
     longest = [y.norm(dim=2).amax(1) for y in (values, keys)]
     products = torch.stack([longest[0] * sizes[1], longest[1] * sizes[0]])
     assert set(products.argmin(0).tolist()) == {0, 1}
-    found = third_cumulant(x, at_radius(x, 0.0), 0.0)
+    found = third_cumulant(x, AtRadius(x, 0.0), 0.0)
     assert found.tolist() == pytest.approx(products.amin(0).tolist(), rel=1e-9)
 
 
@@ -288,23 +252,9 @@ def test_keys_through_tokens_where_no_token_has_much_weight():
     n, p, size = 256, 1 / 16, 3.0
     P = p * torch.eye(n, dtype=torch.float64) + (1 - p) / n
     root, b = P.sqrt(), torch.full((n,), size, dtype=torch.float64)
-    none = torch.zeros(n, dtype=torch.float64)
     k_b = (root * b[:, None]).norm(dim=0).max()
-    s = AtRadius(
-        P=P,
-        root=root,
-        pi=root.amax(1),
-        b=b,
-        v_size=none,
-        a_size=none,
-        sigma=none,
-        q=none,
-        tau=none,
-        k_b=k_b,
-        T=k_b,
-        e_v=none,
-        e_a=none,
-    )
+    s = AtRadius.__new__(AtRadius)
+    vars(s).update(P=P, root=root, pi=root.amax(1), b=b, k_b=k_b)
     # Rows and columns have one length, and a symmetric matrix with rows of sum 1 has norm 1.
     length = math.sqrt((p + (1 - p) / n) ** 2 + (n - 1) * ((1 - p) / n) ** 2)
     assert _keys_through_tokens(s).item() == pytest.approx(2 * size * length, rel=1e-9)

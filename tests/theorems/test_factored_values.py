@@ -17,7 +17,6 @@ from lipscope.theorems.factored_values import (
     _is_product,
     exact_split,
     near_split,
-    splits,
     whole_rest,
 )
 from lipscope.theorems.kim2021 import (
@@ -270,13 +269,6 @@ def test_the_factored_map_is_the_layer_it_stands_for():
 def test_what_is_not_m_q_is_refused(change, says):
     with pytest.raises(UserError, match=says):
         change(factored(Generator().manual_seed(2)))
-
-
-def test_a_head_beyond_all_powers_of_two_has_no_split():
-    one = torch.eye(2, dtype=torch.float64)
-    f = tied(one, 1.7e308 * one)
-    assert splits(f, Everywhere(3)) == []
-    assert tighter_distance_upper(f, Ball(1.0, 3)) == math.inf
 
 
 @pytest.mark.parametrize("which", range(3))

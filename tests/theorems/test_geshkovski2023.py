@@ -12,7 +12,6 @@ from lipscope._types import Ball
 from lipscope.theorems.geshkovski2023 import (
     largest_token_upper,
     masked_wasserstein_upper,
-    sharper_masked_wasserstein_upper,
     sharper_wasserstein_upper,
     wasserstein_upper,
 )
@@ -50,34 +49,3 @@ def test_two_atoms_come_close_to_the_sharper_constant(R: float):
     J = dense_jacobian(weighted, torch.tensor([[R], [-R]], dtype=torch.float64))
     norm = torch.linalg.matrix_norm(w.sqrt()[:, None] * J / w.sqrt(), 2).item()
     assert 0.4 <= norm / sharper_wasserstein_upper(f, Ball(R, 2)) <= 1
-
-
-@pytest.mark.parametrize("bias", [0.0, 0.5])
-@pytest.mark.parametrize("R", [0.05, 1.0, 2.0])
-def test_the_registered_masked_bound_is_the_sharper_one(R: float, bias: float):
-    """The minimum over q on another grid; at q = 2 the plain form, exact for scores of zero."""
-    f, ball = repelling(bias, causal=True), Ball(R, 3)
-    a, b = R**2, R * (R + bias)
-    q = 1 + torch.logspace(-5, 0, 200_001, dtype=torch.float64)
-    least = (1 + 2 ** (q - 1) * b) * (q / (q - 1) * math.exp(2 * b)) ** (q / 2)
-    truth = a + least.min().item()
-    (row,) = ls.bounds(f, ball, norm="W2")
-    assert row.name == "masked mean field" and row.kind == "upper"
-    assert truth * (1 - 1e-9) <= row.value <= truth * (1 + 1e-3)
-    assert row.value == pytest.approx(sharper_masked_wasserstein_upper(f, ball), rel=1e-12)
-    assert row.value <= masked_wasserstein_upper(f, ball) * (1 + 1e-12)
-    if R == 2.0:
-        assert row.value < masked_wasserstein_upper(f, ball) / 10
-
-
-def test_the_masked_bound_holds_where_few_come_first():
-    """Two atoms, the few first: the masked derivative in d_2 is below the bound, near its rate."""
-    R = 2.0
-    p = math.exp(-2 * R * R)
-    w = torch.tensor([p, 1 - p], dtype=torch.float64)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    seen = torch.ones(2, 2, dtype=torch.bool).tril()
-    f = ls.SelfAttention(-one, one, one, mask=torch.where(seen, w.log().repeat(2, 1), -math.inf))
-    J = dense_jacobian(f, torch.tensor([[R], [-R]], dtype=torch.float64))
-    norm = torch.linalg.matrix_norm(w.sqrt()[:, None] * J / w.sqrt(), 2).item()
-    assert 0.02 <= norm / sharper_masked_wasserstein_upper(repelling(causal=True), Ball(R, 2)) <= 1

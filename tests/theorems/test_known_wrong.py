@@ -86,28 +86,21 @@ def test_l2_attention_without_its_hypotheses_has_no_constant(broken: str):
     assert sigma(f, 100 * spread) > 50 * sigma(f, 10 * spread)
 
 
-def test_kappa_without_the_mask_fails():
-    """n = 16, A = 0, every query sees key 1 and itself: the unmasked formula says 1."""
+@pytest.mark.parametrize("additive", [False, True])
+def test_kappa_without_the_mask_fails(additive: bool):
+    """n = 16, A = 0, every query sees key 1 and itself, or key 1 most: unmasked, the bound is 1."""
     n = 16
     mask = torch.eye(n, dtype=torch.bool)
     mask[:, 0] = True
+    if additive:
+        mask = torch.zeros(n, n, dtype=torch.float64)
+        mask[:, 0] = 50.0
     none = torch.zeros(1, 1, dtype=torch.float64)
     f = ls.SelfAttention(none, none, torch.ones_like(none), mask=mask)
     X = torch.rand(n, 1, dtype=torch.float64)
     unmasked = smallest_upper(replace(f, mask=None), Ball(1.0, n))
     assert unmasked == pytest.approx(1.0, rel=1e-9)
-    assert sigma(f, X) > 2 * unmasked
-    assert sigma(f, X) <= smallest_upper(f, Ball(1.0, n))
-
-
-def test_kappa_without_an_additive_mask_fails():
-    n = 16
-    mask = torch.zeros(n, n, dtype=torch.float64)
-    mask[:, 0] = 50.0
-    none = torch.zeros(1, 1, dtype=torch.float64)
-    f = ls.SelfAttention(none, none, torch.ones_like(none), mask=mask)
-    X = torch.rand(n, 1, dtype=torch.float64)
-    assert sigma(f, X) > 3 * smallest_upper(replace(f, mask=None), Ball(1.0, n))
+    assert sigma(f, X) > (3 if additive else 2) * unmasked
     assert sigma(f, X) <= smallest_upper(f, Ball(1.0, n))
 
 

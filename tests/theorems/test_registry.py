@@ -90,15 +90,6 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_what_does_not_apply_says_why():
-    f, X = problem("softcap", 0)
-    rows = bounds(f, Around(X, 0.1))
-    assert "certified" not in {row.name for row in rows}
-    assert {refusal.failed for refusal in rows.not_offered} >= {
-        "the softmax is plain: no softcap, no sinks"
-    }
-
-
 def test_two_and_infinity_name_their_norms():
     f, X = problem("L2", 0)
     for number, name in ((2, "2"), (2.0, "2"), (math.inf, "inf")):

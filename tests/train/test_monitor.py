@@ -10,8 +10,7 @@ from torch import nn
 import lipscope as ls
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.train.monitor import RESTART_EVERY, SmoothnessMonitor, SmoothnessWarning
-from lipscope.train.sigma_table import HEADER
+from lipscope.train.monitor import HEADER, RESTART_EVERY, SmoothnessMonitor, SmoothnessWarning
 from lipscope.train.watched_modules import ModuleWatch
 from tests.train.watched import DIM, HEADS, TOKENS, Small, batches, unchecked
 
@@ -295,7 +294,7 @@ def test_an_interrupt_passes_and_leaves_neither_hooks_nor_tokens(place):
     with pytest.raises(KeyboardInterrupt):
         monitor.step()
     assert not model._forward_pre_hooks
-    assert [tap.call for tap in monitor.watch._taps.values()] == [None]
+    assert [tap.found for tap in monitor.watch._taps.values()] == [None]
 
 
 def test_what_is_wrong_is_said(tmp_path):

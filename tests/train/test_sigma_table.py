@@ -6,8 +6,7 @@ import pytest
 
 import lipscope as ls
 from lipscope.nn.attention_layer import DotSelfAttention
-from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
-from lipscope.train.sigma_table import HEADER, Reading, SigmaTable
+from lipscope.train.monitor import HEADER, Reading, SigmaTable, SmoothnessMonitor, SmoothnessWarning
 from tests.train.watched import DIM, HEADS, batches
 
 HEAD = ",".join(HEADER).encode() + b"\n"

@@ -1,9 +1,4 @@
-"""A text as characters: its alphabet, a training part, a held-out part, and windows of both.
-
-Penn Treebank comes from the user's own files: the licence does not allow shipping them. Two forms
-are in circulation: words as they are, and one character per word with "_" for a space
-(` n o _ i t _ w a s `). Both give the same text here, so that losses agree.
-"""
+"""A text as characters: its alphabet, a training part, a held-out part, and windows of both."""
 
 from __future__ import annotations
 
@@ -15,17 +10,13 @@ import torch
 from torch import Tensor
 
 from lipscope import UserError
-from lipscope.papers.setting import TEXTS, Setting
-from lipscope.study.texts import content
+from lipscope.study.reading import content
 
 HELD_OUT = 10
 """The last 1/HELD_OUT of a text is for testing."""
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Part of every alphabet: it stands for the characters of other texts."""
-
-LOOKED_AT = 1000
-"""Words that decide in which form a file of Penn Treebank is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,21 +37,32 @@ class CharacterText:
                 f"the text has {len(text)} characters, and a context of {context} needs at least "
                 f"{needed}; give more text, or a smaller context"
             )
-        # Sorted: the same text gives the same indices, and so the same weights, in every process.
-        alphabet = "".join(sorted({*text, UNKNOWN}))
         if len(set(text)) < 2:
             raise UserError(
                 f"the text repeats a single character, {text[0]!r}; give a text with at least two"
             )
-        place = {character: i for i, character in enumerate(alphabet)}
-        ids = torch.tensor([place[character] for character in text])
         cut = len(text) - len(text) // HELD_OUT
-        return CharacterText(
-            alphabet=alphabet,
-            learned=ids[:cut],
-            held_out=ids[cut:],
-            digest=hashlib.sha256(text.encode()).hexdigest(),
-        )
+        return CharacterText._encoded(text[:cut], text[cut:], text)
+
+    @staticmethod
+    def of_parts(learned: str, held_out: str, context: int) -> CharacterText:
+        """Encode a text whose held-out part is a file of its own."""
+        shortest = min(len(learned), len(held_out))
+        if shortest <= context:
+            raise UserError(
+                f"a part of the text has {shortest} characters, and a context of {context} needs "
+                "more; give the whole files"
+            )
+        return CharacterText._encoded(learned, held_out, f"{learned}\0{held_out}")
+
+    @staticmethod
+    def _encoded(learned: str, held_out: str, whole: str) -> CharacterText:
+        # Sorted: the same text gives the same indices, and so the same weights, in every process.
+        alphabet = "".join(sorted({*learned, *held_out, UNKNOWN}))
+        place = {character: i for i, character in enumerate(alphabet)}
+        ids = [torch.tensor([place[one] for one in part]) for part in (learned, held_out)]
+        digest = hashlib.sha256(whole.encode()).hexdigest()
+        return CharacterText(alphabet=alphabet, learned=ids[0], held_out=ids[1], digest=digest)
 
     @property
     def unigram_loss(self) -> float:
@@ -103,47 +105,3 @@ def read_characters(text: str | Path, context: int) -> CharacterText:
 def _windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     rows = starts[:, None] + torch.arange(context)
     return ids[rows], ids[rows + 1]
-
-
-def plain_text(content: str) -> str:
-    """The text of a file in either form, one sentence per line."""
-    words = content.split(maxsplit=LOOKED_AT)[:LOOKED_AT]
-    if not words or any(len(word) > 1 for word in words):
-        return "\n".join(line.strip() for line in content.splitlines() if line.strip())
-    lines = ("".join(line.split()) for line in content.splitlines())
-    return "\n".join(line.replace("_", " ").strip() for line in lines if line)
-
-
-def split_text(learned: str, held_out: str, context: int) -> CharacterText:
-    """A text whose held-out part is a file of its own."""
-    shortest = min(len(learned), len(held_out))
-    if shortest <= context:
-        raise UserError(
-            f"a part of the text has {shortest} characters, and a context of {context} needs more; "
-            "give the whole files"
-        )
-    alphabet = "".join(sorted({*learned, *held_out, UNKNOWN}))
-    place = {character: i for i, character in enumerate(alphabet)}
-    ids = [torch.tensor([place[character] for character in part]) for part in (learned, held_out)]
-    digest = hashlib.sha256(f"{learned}\0{held_out}".encode()).hexdigest()
-    return CharacterText(alphabet=alphabet, learned=ids[0], held_out=ids[1], digest=digest)
-
-
-def penn_treebank(setting: Setting, context: int) -> CharacterText:
-    """The training and test part of Penn Treebank, or the embedded prose where it is missing.
-
-    Raises:
-        UserError: If one of the two files is there without the other.
-    """
-    (learned, no_training), (held_out, no_test) = (
-        setting.text(name) for name in ("ptb_train", "ptb_test")
-    )
-    if no_training != no_test:
-        here, missing = ("ptb_test", "ptb_train") if no_training else ("ptb_train", "ptb_test")
-        raise UserError(
-            f"the folder of texts has {TEXTS[here]} but not {TEXTS[missing]}; "
-            "Penn Treebank needs both"
-        )
-    if no_training:
-        return CharacterText.of(learned, context)
-    return split_text(plain_text(learned), plain_text(held_out), context)

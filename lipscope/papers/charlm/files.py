@@ -198,26 +198,16 @@ def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
     from rich.table import Table
 
     table = Table(
-        caption=f"losses in nats per character; the unigram baseline is {unigram_loss:.3f}"
+        *("step", "training loss", "test loss", "sigma, smallest layer", "sigma, largest layer"),
+        caption=f"losses in nats per character; the unigram baseline is {unigram_loss:.3f}",
     )
-    for name in (
-        "step",
-        "training loss",
-        "test loss",
-        "sigma, smallest layer",
-        "sigma, largest layer",
-    ):
-        table.add_column(name, justify="right")
+    for column in table.columns:
+        column.justify = "right"
     # A training of any length fits a screen.
     every = math.ceil(len(curve) / 12)
     # Backwards from the last evaluation, so that it is always among those shown.
     for r in curve[len(curve) - 1 :: -every][::-1]:
-        learned = "" if math.isnan(r.learned) else f"{r.learned:.3f}"
-        table.add_row(
-            str(r.step),
-            learned,
-            f"{r.test:.3f}",
-            f"{min(r.constants):.3g}",
-            f"{max(r.constants):.3g}",
-        )
+        losses = ("" if math.isnan(x) else f"{x:.3f}" for x in (r.learned, r.test))
+        sigmas = (f"{f(r.constants):.3g}" for f in (min, max))
+        table.add_row(str(r.step), *losses, *sigmas)
     return table

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from lipscope import UserError
 from lipscope._ambient import entry_point, float32_by_default
 from lipscope._checks import usable_device
+from lipscope._display import with_bar
 from lipscope._files import claim_folder
-from lipscope._notebook_bar import with_bar
 from lipscope.linalg.golub_kahan import memory_of
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
@@ -104,12 +104,19 @@ class Training:
         device: torch.device,
         attention: MakeAttention = make_attention,
     ) -> None:
-        if len(text.alphabet) != architecture.vocabulary:
+        # Refuse what cannot fit before anything is allocated. These are lower bounds: weights,
+        # gradients and Adam's two moments; the activations of the blocks.
+        a = architecture
+        weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
+        tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
+        needed = 4 * (4 * weights + tokens)
+        total = memory_of(device)
+        if needed > total:
             raise UserError(
-                f"the text has an alphabet of {len(text.alphabet)} characters and the model a "
-                f"vocabulary of {architecture.vocabulary}; make them equal"
+                f"this training needs more than {needed / 2**30:.3g} GiB and {device} has "
+                f"{total / 2**30:.3g}; try a smaller width ({a.width}), depth ({a.depth}), "
+                f"context ({a.context}) or batch ({recipe.batch})"
             )
-        _check_memory(architecture, recipe, device)
         self.text = text
         self.architecture = architecture
         self.recipe = recipe
@@ -202,9 +209,15 @@ class Training:
             return False
         tensors, facts = found
         there = facts["settings"]
-        _check_same(
-            {**there, "norm": norm_in_words(there.get("norm", "unknown"))}, self.settings, directory
-        )
+        there["norm"] = norm_in_words(there.get("norm", "unknown"))
+        for name, value in self.settings.items():
+            if there.get(name) != value:  # the numbers would be of neither
+                what = f"{name} {there.get(name)}, not {value}"
+                raise UserError(
+                    f"{directory} holds a training with "
+                    f"{'another text' if name == 'text' else what}; "
+                    "give the same options to resume it, or another --out"
+                )
         # The settings agree, so every tensor has its place: strict loading is a check of that.
         self.model.load_state_dict(_under("model.", tensors))
         names = [name for name, _ in self.model.named_parameters()]
@@ -388,21 +401,6 @@ def train(
         raise
 
 
-def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None:
-    """Refuse a training that cannot fit into memory, before anything is allocated."""
-    # Lower bounds: weights, gradients and Adam's two moments; the activations of the blocks.
-    weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
-    tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
-    needed = 4 * (4 * weights + tokens)
-    total = memory_of(device)
-    if needed > total:
-        raise UserError(
-            f"this training needs more than {needed / 2**30:.3g} GiB and {device} has "
-            f"{total / 2**30:.3g}; try a smaller width ({a.width}), depth ({a.depth}), "
-            f"context ({a.context}) or batch ({recipe.batch})"
-        )
-
-
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
@@ -413,15 +411,3 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, value in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def _check_same(there: dict[str, Any], asked: dict[str, Any], directory: Path) -> None:
-    """Refuse to resume a checkpoint with other settings: its numbers would be of neither."""
-    for name, value in asked.items():
-        if there.get(name) != value:
-            was = "another text" if name == "text" else f"{name} {there.get(name)}"
-            raise UserError(
-                f"{directory} holds a training with {was}"
-                + ("" if name == "text" else f", not {value}")
-                + "; give the same options to resume it, or another --out"
-            )

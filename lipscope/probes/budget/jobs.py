@@ -1,4 +1,4 @@
-"""The jobs of a budget, one per sequence, and what a study keeps of them.
+"""The jobs of a budget, one per sequence, the parts they find, and how parts add up.
 
 A part (one format at one sequence) is a record with all its products, from which a resumed run, a
 merged study and the report add up the same budget. Its numbers are also rows of the study, for
@@ -14,16 +14,20 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.probes.budget.metrics import Metric, read_metric
-from lipscope.probes.budget.parts import Part, add_up
-from lipscope.probes.budget.result import ErrorBudget
+from lipscope.probes.budget.formats import Format
+from lipscope.probes.budget.metrics import Interval, Metric, of_squares, of_sums, read_metric
+from lipscope.probes.budget.result import BudgetRow, ErrorBudget
+from lipscope.probes.budget.sites import ErrorSite
 from lipscope.probes.budget.subject import Subject
 from lipscope.study.jobs import WHOLE_MODEL
+from lipscope.study.probe import NUMERIC_VERSION, config_digest
 from lipscope.study.records import (
     BUDGET,
     OBSERVED,
@@ -35,7 +39,6 @@ from lipscope.study.records import (
 from lipscope.study.run import describe
 from lipscope.study.store import Kept, Store
 from lipscope.study.study import Study
-from lipscope.study.work import NUMERIC_VERSION, config_digest
 
 if TYPE_CHECKING:
     from lipscope.probes.budget.comparing import Tolerance
@@ -81,77 +84,180 @@ class Settings:
         return json.dumps([*asdict(self).values(), b, n, format])
 
 
-def part_record(settings: Settings, b: int, format: str, part: Part) -> tuple[str, str, str]:
-    """What a study keeps of one format at one sequence."""
-    return BUDGET, settings.key(b, part.n, format), json.dumps(part.as_json())
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One format at one sequence.
+
+    q:        [K, sites]: the products <g, e> of every probe, or for a run in a dtype the sums of
+              g_i^2 e_i^2 over its roundings
+    summed:   whether q holds such sums
+    curved:   the square of the error that is not linear in the rounding, and of the whole error;
+              None where it was not measured
+    observed: the squared error of a real run, if there was one
+    size:     what squared errors are relative to
+    n:        the number of tokens
+    """
+
+    sites: list[ErrorSite]
+    q: Tensor
+    summed: bool
+    curved: tuple[float, float] | None
+    observed: float | None
+    size: float
+    n: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The part as plain values, with all digits."""
+        sites = [list(asdict(site).values()) for site in self.sites]
+        return {**vars(self), "sites": sites, "q": self.q.tolist()}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Part:
+        """The part that `as_json` wrote."""
+        return Part(
+            sites=[ErrorSite(*site) for site in data["sites"]],
+            q=torch.tensor(data["q"], dtype=torch.float64).reshape(
+                len(data["q"]), len(data["sites"])
+            ),
+            summed=bool(data["summed"]),
+            curved=None if data["curved"] is None else (data["curved"][0], data["curved"][1]),
+            observed=data["observed"],
+            size=float(data["size"]),
+            n=int(data["n"]),
+        )
 
 
-def worst_record(metric: str, format: str, value: float) -> tuple[str, str, str]:
-    """What a study keeps of a worst case."""
-    return WORST_CASE, json.dumps([metric, format]), json.dumps(value)
+@dataclass(frozen=True)
+class FormatBudget:
+    """A format at several sequences: rows per site, the total, and what goes with it."""
+
+    rows: list[BudgetRow]
+    total: Interval
+    second_order: float
+    observed: float | None
+
+
+def add_up(format: str, parts: Sequence[Part], metric: Metric) -> FormatBudget:
+    """The budget of a format, errors of different sites added with their signs."""
+    sites = list(dict.fromkeys(site for part in parts for site in part.sites))
+    columns = []
+    for part in parts:
+        own = dict(zip(part.sites, part.q.T, strict=True))
+        # A sequence may lack a site: an operation that happened to be exact there.
+        nothing = torch.zeros(len(part.q), dtype=part.q.dtype)
+        columns.append(torch.stack([own.get(site, nothing) for site in sites], dim=-1))
+    q = torch.stack(columns, dim=1)  # [K, sequences, sites]
+    size = sum(part.size for part in parts)
+    summed = parts[0].summed
+    means = (q if summed else q.square()).mean(dim=0).sum(dim=0)
+    shares = means / means.sum().clamp_min(torch.finfo(q.dtype).tiny)
+
+    def interval(t: Tensor) -> Interval:
+        found = of_sums(torch.zeros_like(t), t) if summed else of_squares(t)
+        return metric.interval(found, size)
+
+    rows = []
+    for i, site in enumerate(sites):
+        value, low, high = interval(q[..., i])
+        rows.append(
+            BudgetRow(
+                site=site.name,
+                layer=site.layer,
+                head=site.head,
+                kind=site.kind,
+                format=format,
+                predicted=value,
+                low=low,
+                high=high,
+                observed=None,
+                share=float(shares[i]),
+            )
+        )
+    curved = [part.curved for part in parts if part.curved is not None]
+    missed, made = (sum(pair[i] for pair in curved) for i in (0, 1))
+    seen = [part.observed for part in parts if part.observed is not None]
+    return FormatBudget(
+        rows=rows,
+        total=interval(q.sum(dim=-1)),
+        second_order=(missed / made) ** 0.5 if made else 0.0,
+        observed=metric.value(sum(seen), size) if len(seen) == len(parts) else None,
+    )
+
+
+FINE = 1 / 128
+"""Formats of this step and finer change an output by a small part of it; coarser ones may not."""
+
+
+def check_possible(format: Format, part: Part, metric: Metric, limit: float) -> None:
+    """Raise UserError for a prediction that is not a number, or more than the format can do."""
+    found = add_up(format.name, [part], metric)
+    if found.total.value <= (limit if format.step <= FINE else math.inf):
+        return
+    # NaN fails every comparison: a site without a number comes first.
+    worst = max(found.rows, key=lambda row: (not math.isfinite(row.predicted), row.predicted))
+    raise UserError(impossible(format.name, found.total.value, worst.site))
+
+
+def impossible(format: str, value: float, site: str) -> str:
+    """What to say about a prediction that cannot be right."""
+    return (
+        f"the predicted error in {format} is {value:.1e}, which rounding cannot explain; most of "
+        f"it comes from {site}, which this budget cannot follow or where the model loses all its "
+        f"digits; leave {format} out"
+    )
 
 
 def part_rows(subject: Subject, format: str, part: Part, b: int, metric: Metric) -> list[Row]:
     """The numbers of one format at one sequence."""
     found = add_up(format, [part], metric)
-    place = _RowMaker(subject, format, part.n, b, metric.name)
+    row = partial(budget_row, subject, format, part.n, b, metric.name)
     rows = [
-        place.row(BUDGET, f"{r.kind}: {r.site}", (r.predicted, r.low, r.high), r.layer, r.head)
+        row(BUDGET, f"{r.kind}: {r.site}", (r.predicted, r.low, r.high), r.layer, r.head)
         for r in found.rows
     ]
-    total = (found.total.value, found.total.low, found.total.high)
     second = {} if part.curved is None else {"second_order": found.second_order}
-    rows.append(place.row(BUDGET, "total", total, extra=second))
+    rows.append(row(BUDGET, "total", found.total, extra=second))
     if found.observed is not None:
-        rows.append(place.row(OBSERVED, "total", (found.observed,) * 3))
+        rows.append(row(OBSERVED, "total", (found.observed,) * 3))
     return rows
 
 
-def worst_row(subject: Subject, format: str, n: int, metric: str, value: float) -> Row:
-    """The worst case of a format, at the first sequence."""
-    return _RowMaker(subject, format, n, 0, metric).row(WORST_CASE, "total", (value,) * 3)
-
-
-class _RowMaker(NamedTuple):
-    """What the rows of one format at one sequence share."""
-
-    subject: Subject
-    format: str
-    n: int
-    b: int
-    metric: str
-
-    def row(
-        self,
-        probe: str,
-        kind: str,
-        interval: tuple[float, float, float],
-        layer: int | None = None,
-        head: int | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Row:
-        value, low, high = interval
-        known = not math.isnan(value)
-        return Row(
-            probe=f"{probe}: {self.format}",
-            scope=WHOLE_MODEL,
-            layer=layer,
-            head=head,
-            n=self.n,
-            sample=self.b,
-            kind=kind,
-            norm=self.metric,
-            value=value,
-            lower=low if known else 0.0,
-            upper=high if known else math.inf,
-            residual=math.nan,
-            status=("observed" if probe == OBSERVED else "predicted") if known else "non_finite",
-            radius=math.nan,
-            dtype=str(self.subject.dtype).removeprefix("torch."),
-            device=next(self.subject.module.parameters()).device.type,
-            seconds=math.nan,
-            extra={"format": self.format, **(extra or {})},
-        )
+def budget_row(
+    subject: Subject,
+    format: str,
+    n: int,
+    b: int,
+    metric: str,
+    probe: str,
+    kind: str,
+    interval: tuple[float, float, float],
+    layer: int | None = None,
+    head: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Row:
+    """A number about a format at sequence b of n tokens."""
+    value, low, high = interval
+    known = not math.isnan(value)
+    return Row(
+        probe=f"{probe}: {format}",
+        scope=WHOLE_MODEL,
+        layer=layer,
+        head=head,
+        n=n,
+        sample=b,
+        kind=kind,
+        norm=metric,
+        value=value,
+        lower=low if known else 0.0,
+        upper=high if known else math.inf,
+        residual=math.nan,
+        status=("observed" if probe == OBSERVED else "predicted") if known else "non_finite",
+        radius=math.nan,
+        dtype=str(subject.dtype).removeprefix("torch."),
+        device=next(subject.module.parameters()).device.type,
+        seconds=math.nan,
+        extra={"format": format, **(extra or {})},
+    )
 
 
 def assemble(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,22 +16,22 @@ import torch
 from torch import Tensor
 
 from lipscope._ambient import entry_point
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import UserError
 from lipscope.models.model import Card
 from lipscope.probes.budget.comparing import FALSE_ALARMS, state_tolerance
 from lipscope.probes.budget.formats import Format, Quantiser, read_formats
 from lipscope.probes.budget.jobs import (
     BudgetJob,
+    Part,
     Settings,
     assemble,
     budget_header,
-    part_record,
+    budget_row,
+    check_possible,
     part_rows,
     stored_parts,
     stored_worst,
-    worst_record,
-    worst_row,
 )
 from lipscope.probes.budget.metrics import (
     Measure,
@@ -40,7 +41,6 @@ from lipscope.probes.budget.metrics import (
     largest_ratio,
     read_metric,
 )
-from lipscope.probes.budget.parts import Part, check_possible
 from lipscope.probes.budget.result import ErrorBudget
 from lipscope.probes.budget.rounding import follow_run, squared_errors
 from lipscope.probes.budget.sites import (
@@ -61,14 +61,12 @@ from lipscope.probes.budget.subject import (
 )
 from lipscope.probes.budget.tracing import batches
 from lipscope.probes.budget.worst import worst_cases
-from lipscope.study.clusters import check_engine
-from lipscope.study.jobs import Command, Outcome, Request
+from lipscope.study.jobs import Command, Outcome, Request, check_engine, check_shard
+from lipscope.study.probe import load_same, portable
 from lipscope.study.reading import text_option
-from lipscope.study.records import BUDGET, Fingerprint, Row
+from lipscope.study.records import BUDGET, WORST_CASE, Fingerprint, Row
 from lipscope.study.run import OpenEngine, command_line, engine_for, run_jobs
-from lipscope.study.sharding import check_shard
 from lipscope.study.store import Kept, Store
-from lipscope.study.work import load_same, portable
 
 PROBES = 16
 
@@ -286,32 +284,27 @@ class BudgetWork:
     def __call__(self, job: BudgetJob) -> Outcome:
         wanted = [f for f in self.formats if f.name in job.formats]
         rows: list[Row] = []
-        began = time.perf_counter()
+        records: list[tuple[str, str, str]] = []
         if job.worst:
+            name = self.metric.name
             bounds = worst_cases(
                 self.subject, wanted, self.metric, lambda done, total: self.report(done / total)
             )
-            name = self.metric.name
-            records = [worst_record(name, f, value) for f, value in bounds.items()]
-            if self.with_rows:
-                rows = [
-                    worst_row(self.subject, f, job.n, name, value) for f, value in bounds.items()
-                ]
+            for f, bound in bounds.items():
+                records.append((WORST_CASE, json.dumps([name, f]), json.dumps(bound)))
+                interval = (bound, bound, bound)
+                rows.append(
+                    budget_row(self.subject, f, job.n, 0, name, WORST_CASE, "total", interval)
+                )
             return Outcome(job, tuple(rows), records=tuple(records))
-        for f in wanted:
-            if f.dtype is not None and f.name not in self.lows:
-                self.lows[f.name] = self.subject.in_dtype(f.dtype)
-        one = replace(self.subject, sequences=(self.subject.sequences[job.b],))
-        parts = _price_sequence(one, wanted, self.metric, self.settings, job.b, self.lows)
-        records = [part_record(self.settings, job.b, f, part) for f, part in parts.items()]
-        if self.with_rows:
-            rows = [
-                row
-                for f, part in parts.items()
-                for row in part_rows(self.subject, f, part, job.b, self.metric)
-            ]
-            seconds = (time.perf_counter() - began) / len(rows)
-            rows = [row._replace(seconds=seconds) for row in rows]
+        began = time.perf_counter()
+        for f, part in _price_sequence(self, wanted, job.b).items():
+            key = self.settings.key(job.b, part.n, f)
+            records.append((BUDGET, key, json.dumps(part.as_json())))
+            if self.with_rows:
+                rows += part_rows(self.subject, f, part, job.b, self.metric)
+        seconds = (time.perf_counter() - began) / max(len(rows), 1)
+        rows = [row._replace(seconds=seconds) for row in rows]
         return Outcome(job, tuple(rows), records=tuple(records))
 
 
@@ -343,15 +336,12 @@ def start_budget(
     return BudgetWork(subject, read_formats(formats), metric, settings, with_rows)
 
 
-def _price_sequence(
-    subject: Subject,
-    wanted: list[Format],
-    metric: Metric,
-    settings: Settings,
-    b: int,
-    lows: Mapping[str, Subject],
-) -> dict[str, Part]:
-    """The parts of some formats at sequence b, the only one of `subject`."""
+def _price_sequence(work: BudgetWork, wanted: list[Format], b: int) -> dict[str, Part]:
+    """The parts of some formats at sequence b."""
+    sample = work.subject.sequences[b]
+    subject = replace(work.subject, sequences=(sample,))
+    metric = work.metric
+    settings = work.settings
     probes = settings.probes
     seed = settings.seed_of(b)
     (exact,) = exact_outputs(subject, metric)
@@ -360,16 +350,19 @@ def _price_sequence(
     products = collect_products(subject, stored, metric, probes, seed, embeddings) if stored else {}
     found = {}
     for f in wanted:
+        low = subject
         if f.dtype is None:
             sites = products[f.name].sites
             q = products[f.name].t[:, 0]
             # At every sequence: a single token that goes to another expert may be most of it.
             curved = second_order(subject, f, metric, q.sum(dim=1), seed, embeddings)
         else:
-            sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed, exact)
+            if f.name not in work.lows:
+                work.lows[f.name] = work.subject.in_dtype(f.dtype)
+            low = replace(work.lows[f.name], sequences=(sample,))
+            sites, q, curved = _follow(subject, low, metric, probes, seed, exact)
         observed = None
         if settings.observe:
-            low = subject if f.dtype is None else replace(lows[f.name], sequences=subject.sequences)
             (made,) = outputs_in(low, f, metric, embeddings=embeddings)
             observed = metric.squared(exact, made)
         found[f.name] = Part(

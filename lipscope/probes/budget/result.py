@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lipscope._files import for_spreadsheet, whole_file
 from lipscope._types import UserError
 from lipscope.probes.budget.metrics import Interval
-from lipscope.study.frames import data_frame
+from lipscope.study.records import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from lipscope._torch_internals import tree_map
 from lipscope._types import UserError
 from lipscope.models.attention import NAME, AttentionCall, listening, using_attention
+from lipscope.models.maps import CASTS
 from lipscope.models.model_files import on_one_line
-from lipscope.models.running import CASTS
 from lipscope.probes.budget.subject import (
     Sample,
     Subject,

@@ -22,14 +22,13 @@ from lipscope.models.attention import NAME, AttentionCall, listening, using_atte
 from lipscope.models.capture import Captured, capture, first_tensor, has_tokens
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
+from lipscope.models.maps import Float64
 from lipscope.models.model import Model
 from lipscope.models.model_files import on_one_line
-from lipscope.models.running import Float64
 from lipscope.models.structure import block_calls
 from lipscope.probes.budget.weights import Uses, Weight, find_uses, find_weights
-from lipscope.study.reading import FixedInputs, warn_of_unknown
+from lipscope.study.reading import FixedInputs, TextColumn, content, warn_of_unknown
 from lipscope.study.reading import read as read_whole
-from lipscope.study.texts import TextColumn, content
 
 Source = str | nn.Module | Model | None
 Text = str | Path | TextColumn | Sequence[Any] | Tensor | None

@@ -5,7 +5,6 @@ import io
 import math
 
 import pytest
-from PIL import Image
 from rich.console import Console
 
 from lipscope._types import UserError
@@ -13,11 +12,10 @@ from lipscope.papers.charlm.files import (
     curve_table,
     curves_csv,
     draw_curves,
-    write_curves,
 )
 from lipscope.papers.charlm.training import CurvePoint
 from lipscope.report.figures import draw_readings
-from lipscope.train.sigma_table import Reading
+from lipscope.train.monitor import Reading
 
 CURVE = [
     CurvePoint(0, math.nan, 3.5, (1.25, 2.5)),
@@ -91,12 +89,6 @@ def parse(text):
     """A number as the figure writes it: 20, 1,000 or 1.0 × 10⁻³⁰."""
     plain = text.replace(",", "").replace("\N{MINUS SIGN}", "-").replace(" × 10", "e")
     return float(plain.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
-
-
-def test_both_files_are_written(tmp_path):
-    write_curves(CURVE, tmp_path, 3.3)
-    assert {path.name for path in tmp_path.iterdir()} == {"curves.csv", "curves.png"}
-    assert Image.open(tmp_path / "curves.png").size[0] > 800
 
 
 def test_the_table_is_short_and_ends_with_the_last_point():

@@ -231,15 +231,6 @@ def test_recipes_that_cannot_be_are_refused(options, complaint):
         Recipe(**options)
 
 
-def test_the_schedule_rises_and_falls():
-    recipe = Recipe(steps=100, lr=1.0, warmup=9)
-    rates = [recipe.rate(step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(rates[9])
-    assert rates[-1] == pytest.approx(0.1, abs=1e-2) and rates[20:] == sorted(
-        rates[20:], reverse=True
-    )
-
-
 def test_a_last_step_that_diverges_is_no_success(tmp_path):
     training = begin(lr=1e30, steps=1, every=1)
     with pytest.raises(UserError, match="training has diverged"):

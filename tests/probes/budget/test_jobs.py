@@ -12,7 +12,7 @@ import lipscope as ls
 from lipscope.probes.budget import prediction
 from lipscope.probes.budget.jobs import stored_budgets
 from lipscope.study.export import write_csv
-from lipscope.study.merging import merge
+from lipscope.study.study import merge_directories as merge
 from tests.probes.budget.tiny import some_ids, tiny
 from tests.study.tiny import PROSE, save_tiny
 

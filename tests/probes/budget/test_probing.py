@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lipscope.probes.budget import tracing
 from lipscope.probes.budget.tracing import batches, gradients
 
 
@@ -42,9 +43,9 @@ def test_batched_gradients_are_those_of_single_probes(op, dtype):
 
 def test_batches_cover_all_probes_within_memory(monkeypatch):
     tensors = [torch.zeros(10, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
-    monkeypatch.setattr(probing, "BYTES", 350)  # three times 80 + 24 bytes
+    monkeypatch.setattr(tracing, "BYTES", 350)  # three times 80 + 24 bytes
     assert list(batches(8, tensors)) == [range(3), range(3, 6), range(6, 8)]
-    monkeypatch.setattr(probing, "BYTES", 1)
+    monkeypatch.setattr(tracing, "BYTES", 1)
     assert [len(batch) for batch in batches(3, tensors)] == [1, 1, 1]
     monkeypatch.undo()
     assert list(batches(8, tensors)) == [range(8)]

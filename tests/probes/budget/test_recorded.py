@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lipscope as ls
-from lipscope.probes.budget import recorded
-from lipscope.probes.budget.recorded import read_recorded
+from lipscope.probes.budget import comparing as recorded
+from lipscope.probes.budget.comparing import read_recorded
 from tests.probes.budget.tiny import some_ids, tiny
 
 IDS = some_ids(2, 24)

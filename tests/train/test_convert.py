@@ -7,11 +7,15 @@ import torch
 import transformers
 
 import lipscope as ls
-from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.contractive import ATTENTIONS
+from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.train.convert import convert_model
 from lipscope.train.monitor import SmoothnessMonitor
 from tests.models import zoo
+from tests.train.watched import unchecked
+
+IDS = zoo.sample("gpt2")["input_ids"]
 
 ROTARY, CAUSAL = {"llama", "gpt_neox", "cohere"}, {"llama", "gpt_neox", "gpt2", "opt", "cohere"}
 CONVERTED = [
@@ -193,11 +197,82 @@ def test_the_monitor_watches_a_converted_model_and_it_converts_again():
         [row.after.value for row in report.layers], rel=1e-4
     )
     monitor.close()
-    again = convert_model(model, "cosine", inputs)
-    assert [row.before.value for row in again.layers] == pytest.approx(
-        [row.after.value for row in report.layers]
-    )
-    assert sum(isinstance(m, AttentionLayer) for m in model.modules()) == 2
+    with pytest.raises(ls.UserError, match=r"already contains lipscope's attention \(h.0.attn"):
+        convert_model(model, "cosine", inputs)
+
+
+def test_what_is_left_behind_is_named():
+    expected = {
+        "dot": {"query bias"},
+        "l2": {"key weights"},
+        "ball": {"key weights", "query bias", "lengths of queries"},
+        "cosine": {"query bias", "key bias"},
+    }
+    for to, words in expected.items():
+        report = convert_model(zoo.make("bert"), to, sample("bert"))
+        assert {word for row in report.layers for word in row.left} == words
+
+
+def test_l2_keeps_the_queries_and_the_values_that_queries_can_make():
+    model = zoo.make("bert")
+    old = copy.deepcopy(core(model, "bert", 0))
+    output = copy.deepcopy(model.encoder.layer[0].attention.output.dense)
+    convert_model(model, "l2", sample("bert"))
+    new = core(model, "bert", 0)
+    f = new.layer.as_map(5)
+    Q, V = (m.weight.detach().double().unflatten(0, (2, -1)) for m in (old.query, old.value))
+    for h in range(2):
+        onto_queries = Q[h].T @ torch.linalg.solve(Q[h] @ Q[h].T, Q[h])
+        own = slice(h * 4, (h + 1) * 4)
+        assert torch.allclose(f.Q[own].double(), Q[h])
+        assert torch.allclose(f.V[own].double(), V[h] @ onto_queries, atol=1e-5)
+    assert torch.equal(f.O, output.weight)
+    expected = output.bias + output.weight @ old.value.bias
+    assert torch.allclose(new.bias, expected, atol=1e-6)
+
+
+def test_carrying_over_draws_no_random_numbers_and_fresh_ones_do():
+    model = zoo.make("bert")
+    state = torch.random.get_rng_state()
+    convert_model(model, "l2", sample("bert"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    fresh = zoo.make("bert")
+    torch.manual_seed(7)
+    convert_model(fresh, "l2", sample("bert"), fresh=True)
+    torch.manual_seed(7)
+    own = core(fresh, "bert", 0)
+    assert torch.equal(L2SelfAttention(8, 2).query.weight, own.layer.query.weight)
+    assert own.bias is None
+
+
+def test_modes_and_hooks_are_left_as_they_were():
+    model = zoo.make("gpt2").train()
+    model.h[1].eval()
+    convert_model(model, "l2", sample("gpt2"))
+    for block, flag in zip(model.h, (True, False), strict=True):
+        assert block.training == block.attn.layer.training == flag
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("l3", {}, "no attention 'l3' to convert to; choose one of dot, l2"),
+        ("l2", {"constant": 0.5}, "is for contractive and contractive-ball attention"),
+        ("contractive", {"constant": 0.0}, "constant must be a positive number"),
+        (None, {}, "there is no attention None to convert to"),
+        (["l2"], {}, r"there is no attention \['l2'\] to convert to"),
+    ],
+)
+def test_a_wrong_target_is_refused(to, options, message):
+    with unchecked(), pytest.raises(ls.UserError, match=message):
+        convert_model(zoo.make("gpt2"), to, sample("gpt2"), **options)
+
+
+def test_progress_is_called_before_every_measurement():
+    seen = []
+    convert_model(zoo.make("gpt2"), "l2", sample("gpt2"), progress=lambda *part: seen.append(part))
+    assert seen == [(0, 2), (0.5, 2), (1, 2), (1.5, 2)]
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items())
@@ -253,3 +328,74 @@ def test_a_sample_of_one_token_is_refused_as_it_does_not_show_the_causal_mask(in
     y, z = (model(input_ids=x).last_hidden_state for x in (ids, changed))
     assert torch.allclose(y[:, :-1], z[:, :-1], atol=1e-5) and not torch.allclose(y, z, atol=0.1)
     assert torch.allclose(model(input_ids=ids[:, :1]).last_hidden_state, y[:, :1], atol=1e-5)
+
+
+def test_a_model_that_is_none_of_transformers_is_refused():
+    for model, name in ((None, "NoneType"), (DotSelfAttention(8, 2), "DotSelfAttention")):
+        with (
+            unchecked(),
+            pytest.raises(ls.UserError, match=f"takes a transformers model, got {name}"),
+        ):
+            convert_model(model, "l2", IDS)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "layers", "message"),
+    [
+        (None, None, "the model was called with no tokens"),
+        ("hello", None, "inputs must be token ids .*encode a text with"),
+        (["a", "text"], None, "inputs must be token ids .*encode a text with"),
+        ([[1, 2, 3], [4, 5]], None, "inputs must be token ids"),
+        ((IDS, IDS), None, "inputs must be token ids .* or a dictionary"),
+        (IDS, [], "layers is empty"),
+        (IDS, "0", "layers must be a list of layers"),
+        (IDS, 1, r"as in layers=\[1\], got int"),
+        (IDS, [0, 0], "layer 0 is listed 2 times"),
+        (IDS, ["0"], "layer '0' does not exist: the model has layers 0 to 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(inputs, layers, message):
+    model = zoo.make("gpt2")
+    with unchecked(), pytest.raises(ls.UserError, match=message):
+        convert_model(model, "l2", inputs, layers=layers)
+    assert {type(block.attn).__name__ for block in model.h} == {"GPT2Attention"}
+
+
+@pytest.mark.parametrize(
+    "inputs", [[1, 2, 3], [[1, 2, 3], [4, 5, 6]], (torch.tensor([[1, 2, 3]]),)]
+)
+def test_ids_may_be_lists_or_the_only_argument(inputs):
+    expected = convert_model(zoo.make("gpt2"), "l2", torch.tensor([[1, 2, 3]]))
+    found = convert_model(zoo.make("gpt2"), "l2", inputs)
+    values = [row.after.value for row in expected.layers]
+    assert [row.after.value for row in found.layers] == pytest.approx(values, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("gpt2", "h.0.attn"), ("bert", "encoder.layer.0.attention")]
+)
+def test_a_frozen_model_stays_frozen(name, path):
+    model = zoo.make(name).requires_grad_(False)
+    model.get_submodule(path.replace("0", "1")).requires_grad_(True)
+    convert_model(model, "l2", zoo.sample(name))
+    trained = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(key.startswith(path.replace("0", "1")) for key in trained)
+    assert any(key.endswith("layer.query.weight") for key in trained)
+
+
+def test_arguments_by_position_mean_what_they_meant_to_the_old_attention():
+    X = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[1, 1, 1, 0, 0]])
+    gpt2, bert = zoo.make("gpt2"), zoo.make("bert")
+    convert_model(gpt2, "l2", IDS)
+    convert_model(bert, "l2", IDS)
+    causal, full = gpt2.h[0].attn, bert.encoder.layer[0].attention.self
+    with pytest.raises(ls.UserError, match="has no cache"):
+        causal(X, object())
+    for module, args in ((causal, (None, padding)), (full, (padding,))):
+        expected = module(X[:, :3])[0]
+        assert torch.allclose(module(X, *args)[0][:, :3], expected, atol=1e-6)
+        assert torch.allclose(
+            module(hidden_states=X, attention_mask=padding)[0][:, :3], expected, atol=1e-6
+        )
+    assert not torch.allclose(full(X)[0][:, :3], full(X[:, :3])[0], atol=1e-3)
