@@ -40,6 +40,11 @@ def _is_list_of(kind: Callable[[object], bool]) -> Callable[[object], bool]:
     )
 
 
+def _is_named(name: str) -> Callable[[object], bool]:
+    """Recognise instances of a class by its name, so that nothing is imported for it here."""
+    return lambda x: any(kind.__name__ == name for kind in type(x).__mro__)
+
+
 PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
     "None": ("None", lambda x: x is None),
     "int": ("an integer", _is_integer),
@@ -48,36 +53,28 @@ PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
     "str": ("a string", lambda x: isinstance(x, str)),
     "Path": ("a path", lambda x: isinstance(x, os.PathLike)),
     "os.PathLike[str]": ("a path", lambda x: isinstance(x, os.PathLike)),
-    "torch.device": ("a device", lambda x: _is_named("device")(x)),
-    "torch.dtype": ("a dtype", lambda x: _is_named("dtype")(x)),
+    "torch.device": ("a device", _is_named("device")),
+    "torch.dtype": ("a dtype", _is_named("dtype")),
     "Map": ("a map of tokens", callable),
-    "Measure": ("a DiscreteMeasure", lambda x: _is_named("DiscreteMeasure")(x)),
+    "Measure": ("a DiscreteMeasure", _is_named("DiscreteMeasure")),
     "Progress": ("a function of (done, total)", callable),
     "Kernel": ("Dot(...) or L2(...)", lambda x: _is_named("Dot")(x) or _is_named("L2")(x)),
     "Domain": (
         "a domain such as Ball(R, n)",
         lambda x: any(_is_named(name)(x) for name in ("Point", "Ball", "Around", "Everywhere")),
     ),
-    "Sequence[Study]": ("a list of studies", _is_list_of(lambda x: _is_named("Study")(x))),
+    "Sequence[Study]": ("a list of studies", _is_list_of(_is_named("Study"))),
     "Sequence[int]": ("a list of integers", _is_list_of(_is_integer)),
     "Sequence[float]": ("a list of numbers", _is_list_of(_is_number)),
     "Sequence[str]": ("a list of strings", _is_list_of(lambda x: isinstance(x, str))),
 }
 """Annotations that can be checked, each with its name in an error message."""
 
-CLASSES = {
-    "Climb",
-    "DiscreteMeasure",
-    "LinearOperator",
-    "Normed",
-    "Rope",
-    "SelfAttention",
-    "Solver",
-    "Study",
-    "Tensor",
-    "nn.Module",
-}
-"""Classes that annotations may name; they are recognised by name, so that none is imported here."""
+for _name in (
+    *("Climb", "DiscreteMeasure", "LinearOperator", "Normed", "Rope", "SelfAttention", "Solver"),
+    *("Study", "Tensor", "nn.Module"),
+):
+    PLAIN[_name] = (f"a {_name.removeprefix('nn.')}", _is_named(_name.removeprefix("nn.")))
 
 
 def name_bad_argument(function: Callable[P, T]) -> Callable[P, T]:
@@ -114,7 +111,9 @@ def bad_argument(
         wrong = _wrong_type(name, value, annotations.get(name, "Any"))
         if wrong is not None:
             return wrong
-        if _is_named("Tensor")(value) and _has_no_entries(value):
+        # A sparse tensor, or one on the device "meta", where there are only shapes.
+        x: Any = value
+        if _is_named("Tensor")(x) and (str(x.layout) != "torch.strided" or x.is_meta):
             return f"{name} must be a dense tensor with data"
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return "there is not enough memory for this; try smaller sizes"
@@ -137,30 +136,11 @@ def check_fields(record: Any) -> None:
             raise UserError(wrong)
 
 
-Kinds = list[tuple[str, Callable[[object], bool]]]
-
-
 @cache
-def _accepted(annotation: str) -> Kinds | None:
+def _accepted(annotation: str) -> list[tuple[str, Callable[[object], bool]]] | None:
     """What an annotation such as "int | None" accepts; None if it is more than that."""
-    found: Kinds = []
-    for part in annotation.split(" | "):
-        if part in CLASSES:
-            found.append((f"a {part.removeprefix('nn.')}", _is_named(part.removeprefix("nn."))))
-        elif part in PLAIN:
-            found.append(PLAIN[part])
-        else:
-            return None
-    return found
-
-
-def _is_named(name: str) -> Callable[[object], bool]:
-    return lambda x: any(kind.__name__ == name for kind in type(x).__mro__)
-
-
-def _has_no_entries(x: Any) -> bool:
-    """Whether a tensor is sparse, or on the device "meta", where there are shapes alone."""
-    return str(x.layout) != "torch.strided" or x.device.type == "meta"
+    parts = annotation.split(" | ")
+    return [PLAIN[part] for part in parts] if PLAIN.keys() >= {*parts} else None
 
 
 def _wrong_type(name: str, value: object, annotation: object) -> str | None:

@@ -35,7 +35,8 @@ class Displayed:
         for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, field.name)
             default = field.default_factory() if callable(field.default_factory) else field.default
-            if field.repr and (default is MISSING or not _same(value, default)):
+            same = value is default or (not hasattr(value, "shape") and value == default)
+            if field.repr and (default is MISSING or not same):
                 yield field.name, value
 
     def __repr__(self) -> str:
@@ -53,10 +54,16 @@ class Displayed:
         return f"<div><p><strong>{name}</strong>{said}</p>{html_table((), rows)}</div>"
 
 
-def short(value: object) -> str:
+def short(value: Any) -> str:
     """A value in a few words: a tensor by its dtype and shape, a long list by its length."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return _tensor(value)
+        place = str(getattr(value, "device", "cpu"))
+        # Numbers elsewhere than on the CPU are left there: to show them would wait for the device.
+        short_list = len(value.shape) <= 1 and hasattr(value, "numel") and value.numel() <= MANY
+        if short_list and place == "cpu":
+            return short(value.tolist())
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind}{list(value.shape)}" + ("" if place == "cpu" else f" on {place}")
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, float):
@@ -64,7 +71,9 @@ def short(value: object) -> str:
     if isinstance(value, Mapping):
         inside = ", ".join(f"{key!r}: {short(entry)}" for key, entry in value.items())
         return f"{{{inside}}}" if len(value) <= MANY else f"{len(value)} entries"
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and not _named(value):
+    # A record, such as a NamedTuple, has a repr of its own.
+    named = hasattr(value, "_fields") or hasattr(value, "_repr_html_")
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and not named:
         inside = ", ".join(map(short, value))
         return f"[{inside}]" if len(value) <= MANY else f"{len(value)} entries"
     return repr(value)
@@ -87,26 +96,6 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
     top = f"<thead>{line(head, 'th')}</thead>" if head else ""
     return f"<table>{top}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
-
-
-def _tensor(x: Any) -> str:
-    kind = str(x.dtype).removeprefix("torch.")
-    place = getattr(x, "device", "cpu")
-    # Numbers elsewhere than on the CPU are left there: to show them would wait for the device.
-    few = len(x.shape) <= 1 and x.numel() <= MANY if hasattr(x, "numel") else False
-    if few and str(place) == "cpu":
-        return short(x.tolist())
-    return f"{kind}{list(x.shape)}" + ("" if str(place) == "cpu" else f" on {place}")
-
-
-def _named(value: object) -> bool:
-    """Whether a sequence is a record with a repr of its own, such as a NamedTuple."""
-    return hasattr(value, "_fields") or hasattr(value, "_repr_html_")
-
-
-def _same(value: object, default: object) -> bool:
-    """Whether a field has its default value; tensors never do."""
-    return value is default or (not hasattr(value, "shape") and value == default)
 
 
 def with_bar(doing: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

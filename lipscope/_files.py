@@ -55,14 +55,17 @@ def whole_file(path: Path, *, typed: bool = False) -> Iterator[Path]:
     if os.path.isdir(path):
         raise UserError(f"cannot write {path}: it is a directory; give the name of a file in it")
     try:
+        if typed and _is_stream(path):
+            with tempfile.TemporaryDirectory() as folder:
+                draft = Path(folder) / path.name
+                yield draft
+                with open(draft, "rb") as source, open(path, "wb") as target:
+                    shutil.copyfileobj(source, target)
+            return
         if not typed:
             require_plain(path)
-            opened = _replacing(path)
-        elif _is_stream(path):
-            opened = _into(path)
-        else:  # a link stays, and what it leads to is replaced
-            opened = _replacing(Path(os.path.realpath(path)))
-        with opened as draft:
+        # A link that was typed stays, and what it leads to is replaced.
+        with _replacing(Path(os.path.realpath(path)) if typed else path) as draft:
             yield draft
     except OSError as error:
         before = "the previous file is unchanged" if os.path.isfile(path) else "no file was written"
@@ -88,15 +91,6 @@ def _is_stream(path: Path) -> bool:
         return not stat.S_ISREG(os.stat(path).st_mode)
     except OSError:  # it does not exist yet, or writing it will raise the error
         return False
-
-
-@contextmanager
-def _into(path: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder) / path.name
-        yield draft
-        with open(draft, "rb") as source, open(path, "wb") as target:
-            shutil.copyfileobj(source, target)
 
 
 @contextmanager
@@ -197,7 +191,12 @@ def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> 
     # lock: a file that alone is the lock would outlive a killed process.
     held = FileLock(folder / lock, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
-        _make_folder(folder)
+        whole = folder.absolute()
+        new = [path for path in (whole, *whole.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in new:  # each is on disk before something is put into it
+            with suppress(OSError):  # some file systems cannot sync a folder
+                _sync(path.parent, os.O_RDONLY)
         held.acquire()
     except Timeout as error:
         raise UserError(
@@ -206,16 +205,6 @@ def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> 
     except (OSError, NotImplementedError) as error:
         raise _unwritable(folder, error) from error
     return held
-
-
-def _make_folder(folder: Path) -> None:
-    """Create a folder with its parents, each on disk before something is put into it."""
-    whole = folder.absolute()
-    new = [path for path in (whole, *whole.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in new:
-        with suppress(OSError):  # some file systems cannot sync a folder
-            _sync(path.parent, os.O_RDONLY)
 
 
 def _unwritable(folder: Path, error: Exception) -> UserError:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lipscope._files import claim_folder, kind_of, remove_drafts, require_plain
 from lipscope._types import UserError
 from lipscope.study.records import Fingerprint
-from lipscope.study.salvage import is_damage
+from lipscope.study.salvage import copy_rows, is_damage
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -81,18 +81,6 @@ _WHAT_DIFFERS = {
 }
 
 
-def require_parts(first: Fingerprint, other: Fingerprint, one: Path, two: Path) -> None:
-    """Raise UserError if two studies differ in what decides a number: they are no parts of one."""
-    for name in first.differences(other)[:1]:
-        what = _WHAT_DIFFERS.get(name)
-        if what is None:
-            what = f"{name} = {getattr(other, name)} in place of {getattr(first, name)}"
-        raise UserError(
-            f"{two} is a study of {what}, compared with {one}; merge joins parts of one study, "
-            "`lipscope compare` compares different ones"
-        )
-
-
 def connect_to_read(directory: Path) -> tuple[sqlite3.Connection, bool]:
     """Open the study in `directory` and change nothing; also return whether its schema is ours.
 
@@ -122,8 +110,11 @@ def connect_to_read(directory: Path) -> tuple[sqlite3.Connection, bool]:
                     raise UserError(f"{directory} is damaged: it has not the tables of a study")
                 if path.stat().st_size > MOST_COPIED:
                     raise _too_large(path, directory, MOST_COPIED)
+                # In today's form, in memory.
+                new = _fresh()
                 with closing(db):
-                    return _copied(db), True
+                    copy_rows(db, new)
+                return new, True
         except BaseException:
             db.close()
             raise
@@ -218,7 +209,10 @@ def _settle(directory: Path) -> None:
     _require_rollback_mode(path, directory)
     if kind_of(journal) == "missing":
         return
-    if _names_another_file(journal):
+    with open(journal, "rb") as file:  # it would end as SQLite ends one with a super-journal
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_JOURNAL_MAGIC)))
+        names_another = file.read() == _JOURNAL_MAGIC
+    if names_another:
         raise UserError(
             f"{journal} names another file, which lipscope's journals never do; remove it if you "
             "trust the study without it"
@@ -227,13 +221,6 @@ def _settle(directory: Path) -> None:
         db.execute("PRAGMA synchronous = EXTRA")
         db.execute("PRAGMA user_version").fetchone()  # the first read rolls back
     journal.unlink(missing_ok=True)  # a journal without content, which SQLite ignores
-
-
-def _names_another_file(journal: Path) -> bool:
-    """Whether a journal ends as SQLite ends one that names a super-journal."""
-    with open(journal, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_JOURNAL_MAGIC)))
-        return file.read() == _JOURNAL_MAGIC
 
 
 def _require_rollback_mode(path: Path, directory: Path) -> None:
@@ -249,7 +236,7 @@ def _require_rollback_mode(path: Path, directory: Path) -> None:
         raise UserError(f"{directory} is not a study: its {JOURNAL} is not a regular file")
     size = path.stat().st_size
     if size == 0:  # SQLite removes the journal of an empty file
-        raise _not_ours(directory)
+        raise UserError(f"{directory} is not a study: its {FILE} was not written by lipscope")
     if size > MOST_BYTES:
         raise _too_large(path, directory, MOST_BYTES)
     # Without locks SQLite cannot use a write-ahead log, and says so before it creates a file.
@@ -301,22 +288,9 @@ def _schema(db: sqlite3.Connection) -> list[tuple[object, ...]]:
 def _our_schema(version: int) -> list[tuple[object, ...]]:
     with closing(_fresh()) as db:
         ours = _schema(db)
-    added = "\n    reason TEXT NOT NULL, extra TEXT NOT NULL,"
-    return ours if version > OLDEST else [_without(added, entry) for entry in ours]
-
-
-def _without(part: str, entry: tuple[object, ...]) -> tuple[object, ...]:
-    return tuple(x.replace(part, "") if isinstance(x, str) else x for x in entry)
-
-
-def _copied(old: sqlite3.Connection) -> sqlite3.Connection:
-    """A study of the oldest schema in today's form, in memory."""
-    # Late: it reads tables, which this file is for opening.
-    from lipscope.study.salvage import copy_rows
-
-    new = _fresh()
-    copy_rows(old, new)
-    return new
+    # Schema 2 lacked two columns.
+    added = "\n    reason TEXT NOT NULL, extra TEXT NOT NULL," if version == OLDEST else "\0"
+    return [tuple(str(x).replace(added, "") for x in entry) for entry in ours]
 
 
 def _fresh(page: int = 4096) -> sqlite3.Connection:
@@ -369,7 +343,7 @@ def require_study(db: sqlite3.Connection, directory: Path, oldest: int = SCHEMA_
         db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
     if application != APPLICATION_ID:
-        raise _not_ours(directory)
+        raise UserError(f"{directory} is not a study: its {FILE} was not written by lipscope")
     if version > SCHEMA_VERSION:
         raise UserError(
             f"{directory} was written by a newer lipscope (schema {version}, this one reads "
@@ -397,27 +371,28 @@ def _too_large(path: Path, directory: Path, most: int) -> UserError:
     )
 
 
-def _not_ours(directory: Path) -> UserError:
-    return UserError(f"{directory} is not a study: its {FILE} was not written by lipscope")
+def require_same(
+    kept: Fingerprint, asked: Fingerprint, directory: Path, other: Path | None = None
+) -> None:
+    """Raise UserError if two studies differ in what decides a number.
 
-
-def require_same(kept: Fingerprint, asked: Fingerprint, directory: Path) -> None:
-    """Raise UserError if the stored study and the requested one differ in what decides a number."""
-    differences = kept.differences(asked)
-    if not differences:
-        return
-    name = differences[0]
-    if name in _WHAT_DIFFERS:
-        what = f"is a study of {_WHAT_DIFFERS[name]}"
-    else:
-        what = (
-            f"is a study with {name} = {getattr(kept, name)}, and this run has "
-            f"{getattr(asked, name)}"
+    The first is in `directory`; the second is in `other`, or is asked for now.
+    """
+    for name in kept.differences(asked)[:1]:
+        mine = getattr(kept, name)
+        theirs = getattr(asked, name)
+        what = _WHAT_DIFFERS.get(name)
+        if other is not None:
+            what = what or f"{name} = {theirs} in place of {mine}"
+            raise UserError(
+                f"{other} is a study of {what}, compared with {directory}; merge joins parts of "
+                "one study, `lipscope compare` compares different ones"
+            )
+        what = f"of {what}" if what else f"with {name} = {mine}, and this run has {theirs}"
+        raise UserError(
+            f"{directory} is a study {what}; a directory is for one model, one text and one set of "
+            "options: give another --out, or repeat the original measurement"
         )
-    raise UserError(
-        f"{directory} {what}; a directory is for one model, one text and one set of options: "
-        "give another --out, or repeat the original measurement"
-    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from lipscope._types import UserError
@@ -47,14 +47,6 @@ Start = Callable[[int], Work]
 """Called once on each worker with its number of threads; returns the work it does there."""
 
 
-@runtime_checkable
-class Task(Protocol):
-    """What an engine runs; it is hashable, and jobs of one group share what a worker prepares."""
-
-    @property
-    def group(self) -> Hashable: ...
-
-
 log = logging.getLogger(__name__)
 
 
@@ -79,12 +71,12 @@ class Engine:
     client: Client
     restore: Callable[[], None] = lambda: None
 
-    def run(self, start: Start, jobs: Sequence[Task]) -> Generator[Outcome]:
+    def run(self, start: Start, jobs: Sequence[Any]) -> Generator[Outcome]:
         """One outcome per job, in the order in which they are done.
 
         Args:
             start: Sets up the work on a worker, before its first job.
-            jobs: The jobs, which share nothing but the work.
+            jobs: The jobs; those of one `group` share what a worker prepares.
 
         Raises:
             UserError: If the work cannot be set up, for a reason that the user can fix.
@@ -92,7 +84,7 @@ class Engine:
         """
         run = _Run(self, start, _Queue(jobs))
         try:
-            while run.queue or run.busy():
+            while run.queue or any(worker.job for worker in run.workers.values()):
                 yield from run.refresh()
                 run.dispatch()
                 yield from run.collect()
@@ -101,8 +93,11 @@ class Engine:
         except Exception:
             run.ask_for_workers()  # raises if the reason is that the scheduler has just ended
             raise
-        finally:
-            run.end()
+        finally:  # cancel what is still running, after an error or an interrupt
+            left = [worker.future for worker in run.workers.values() if worker.future is not None]
+            with suppress(Exception):
+                if left and self.client.status == "running":
+                    self.client.cancel(left)
 
 
 @dataclass
@@ -112,7 +107,7 @@ class _Worker:
     address: str
     future: Future | None = None
     ready: bool = False
-    job: Task | None = None
+    job: Any = None
     last: Hashable = None
 
 
@@ -126,13 +121,10 @@ class _Run:
     token: str = field(default_factory=lambda: uuid4().hex)
     workers: dict[str, _Worker] = field(default_factory=dict)
     finished: SimpleQueue[tuple[_Worker, Future]] = field(default_factory=SimpleQueue)
-    deaths: Counter[Task] = field(default_factory=Counter)
+    deaths: Counter[Any] = field(default_factory=Counter)
     failed_starts: int = 0
     next_look: float = 0.0
     next_word: float = field(default_factory=lambda: time.monotonic() + WAITING)
-
-    def busy(self) -> bool:
-        return any(worker.job for worker in self.workers.values())
 
     def refresh(self) -> Generator[Outcome]:
         """Compare the scheduler's list of workers with ours, once a second."""
@@ -262,13 +254,6 @@ class _Run:
             failure = f"the worker died while running this job, {TRIES} times"
             yield Outcome(worker.job, failure=failure)
 
-    def end(self) -> None:
-        """Cancel what is still running, after an error or an interrupt."""
-        left = [worker.future for worker in self.workers.values() if worker.future is not None]
-        with suppress(Exception):
-            if left and self.engine.client.status == "running":
-                self.engine.client.cancel(left)
-
 
 class _WorkerLostError(Exception):
     """A worker died before its result was here."""
@@ -277,18 +262,18 @@ class _WorkerLostError(Exception):
 class _Queue:
     """Waiting jobs by group, so that a worker keeps the input it has prepared."""
 
-    def __init__(self, jobs: Iterable[Task]) -> None:
-        self._groups: dict[Hashable, deque[Task]] = {}
+    def __init__(self, jobs: Iterable[Any]) -> None:
+        self._groups: dict[Hashable, deque[Any]] = {}
         for job in jobs:
             self._groups.setdefault(job.group, deque()).append(job)
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
-    def put_back(self, job: Task) -> None:
+    def put_back(self, job: Any) -> None:
         self._groups.setdefault(job.group, deque()).appendleft(job)
 
-    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Task:
+    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Any:
         """A job on the worker's own input, else on one no other worker has prepared, else any."""
         elsewhere = {other.last for other in workers if other is not worker}
         own = worker.last if worker.last in self._groups else None
@@ -319,19 +304,15 @@ def open_engine(workers: int = 1, cluster: str | None = None) -> Iterator[Engine
     if cluster is None and workers == 1:
         yield None
         return
-    _silence()
-    with _local(workers) if cluster is None else _named(cluster) as engine:
-        log.info("the dashboard is at %s", engine.client.dashboard_link)
-        yield engine
-
-
-def _silence() -> None:
-    """Keep dask from reporting deaths and lost connections, which the engine handles and names."""
+    # dask reports deaths and lost connections, which the engine handles and names.
     import distributed  # noqa: F401  # it sets the levels of its loggers
 
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in ("distributed", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    with _local(workers) if cluster is None else _named(cluster) as engine:
+        log.info("the dashboard is at %s", engine.client.dashboard_link)
+        yield engine
 
 
 @contextmanager
@@ -368,7 +349,7 @@ def _local(workers: int) -> Iterator[Engine]:
             f"worker processes do not start ({' '.join(str(error).split())[:100]}); in a script, "
             "call measure under `if __name__ == '__main__':`, or use workers=1"
         ) from error
-    with _closing(cluster), _connected(cluster) as client:
+    with _connected(cluster) as client:
         yield Engine(client, restore=lambda: cluster.scale(workers))
 
 
@@ -426,7 +407,7 @@ def _started(module: str, name: str, options: dict[str, Any], workers: int) -> I
         restore()
         await cluster  # raises what `scale` alone would only log: no sbatch, or a refusal of it
 
-    with _closing(cluster), _connected(cluster) as client:
+    with _connected(cluster) as client:
         with _one_line(name):
             cluster.sync(grow)
         yield Engine(client, restore)
@@ -443,33 +424,25 @@ def _one_line(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _closing(cluster: Any) -> Iterator[None]:
-    """End the cluster with the block, whatever it is doing."""
-    try:
-        yield
-    finally:
-        with suppress(Exception):
-            cluster.close()
-
-
-@contextmanager
 def _connected(cluster: Any) -> Iterator[Client]:
-    """A client of a scheduler."""
+    """A client of the scheduler at an address, or of a cluster, which ends with the block."""
     from distributed import Client
 
+    client: Any = None
     try:
-        client = Client(cluster, timeout=CONNECT, set_as_default=False)
-    except (OSError, ValueError, TypeError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"no scheduler answers at {cluster}: {why}") from error
-    try:
+        try:
+            client = Client(cluster, timeout=CONNECT, set_as_default=False)
+        except (OSError, ValueError, TypeError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise UserError(f"no scheduler answers at {cluster}: {why}") from error
         # A result that is lost on its way leaves a task of dask behind that nobody waits for.
         loop: Any = client.loop
         loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
         yield client
     finally:
-        with suppress(Exception):
-            client.close()
+        for one in (client, cluster):
+            with suppress(Exception):  # an address has nothing to close
+                one.close()
 
 
 # What follows runs on a worker. One work is kept there, the newest: a model can be large.
@@ -486,7 +459,7 @@ def set_up(token: str, start: Start) -> None:
         _work[token] = start(get_worker().state.nthreads)
 
 
-def run_job(token: str, job: Task) -> Outcome | None:
+def run_job(token: str, job: Any) -> Outcome | None:
     """The outcome of a job; None if the work of its run is not here any more."""
     with _alone:  # a worker with several threads gives them to torch
         work = _work.get(token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -68,29 +69,12 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
             "--parquet needs pyarrow; install it with: pip install 'lipscope[data]'"
         ) from error
     columns, found = records(study, tokens)
-    names = {
-        "layer": pa.int64(),
-        "head": pa.int64(),
-        "n": pa.int64(),
-        "sample": pa.int64(),
-        "position": pa.int64(),
-    }
-    text = (
-        "probe",
-        "scope",
-        "kind",
-        "norm",
-        "status",
-        "dtype",
-        "device",
-        "reason",
-        "extra",
-        "token",
-        *SUBJECT_COLUMNS,
-    )
+    whole = ("layer", "head", "n", "sample", "position")
+    numbers = ("value", "lower", "upper", "residual", "radius", "seconds", "right", "left")
+    kinds = dict.fromkeys(whole, pa.int64()) | dict.fromkeys(numbers, pa.float64())
     kept = list(zip(*found, strict=True)) or [()] * len(columns)
     arrays = [
-        pa.array(values, pa.string() if name in text else names.get(name, pa.float64()))
+        pa.array(values, kinds.get(name, pa.string()))
         for name, values in zip(columns, kept, strict=True)
     ]
     pq.write_table(pa.Table.from_arrays(arrays, names=list(columns)), path)
@@ -108,6 +92,12 @@ def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> Non
 
 def as_dict(study: Study) -> dict[str, Any]:
     """The study as JSON-compatible data; NaN and infinities become null."""
+    peak: dict[str, Any] | None = None
+    if study.sigma:
+        row = study.peak()
+        peak = {**row._asdict(), "tokens": []}
+        with suppress(UserError):  # the study has no token norms, or they are lost
+            peak["tokens"] = [token._asdict() for token in study.tokens_of(row)]
     return finite(
         {
             "identity": asdict(study.info.identity),
@@ -118,7 +108,7 @@ def as_dict(study: Study) -> dict[str, Any]:
                 {"scope": scope, "layer": layer, "R": study.radius(scope, layer)}
                 for scope, layer in study.maps
             ],
-            "most_sensitive": _most_sensitive(study) if study.sigma else None,
+            "most_sensitive": peak,
             "commands": study.commands,
             "jobs": study.jobs._asdict(),
             "failed": len(study.failed),
@@ -126,15 +116,6 @@ def as_dict(study: Study) -> dict[str, Any]:
             "rows": [row._asdict() for row in study.rows],
         }
     )
-
-
-def _most_sensitive(study: Study) -> dict[str, Any]:
-    row = study.peak()
-    try:
-        tokens = study.tokens_of(row)
-    except UserError:  # the study has no token norms, or they are lost
-        tokens = []
-    return {**row._asdict(), "tokens": [token._asdict() for token in tokens]}
 
 
 def finite(value: Any) -> Any:

@@ -135,7 +135,11 @@ def _correlated(groups: Sequence[Sequence[tuple[float, float]]]) -> bool:
     sample that is larger at every length does not harm the interval of the exponent. Its mean and
     variance for independent residuals follow from traces, since it is a ratio e'A e / e'e.
     """
-    centred = [_centred(sorted(group)) for group in groups]
+    centred = []
+    for group in groups:
+        mean_x = math.fsum(x for x, _ in sorted(group)) / len(group)
+        mean_y = math.fsum(y for _, y in sorted(group)) / len(group)
+        centred.append([(x - mean_x, y - mean_y) for x, y in sorted(group)])
     xs = [[x for x, _ in group] for group in centred]
     sxx = math.fsum(x**2 for group in xs for x in group)
     freedom = sum(len(group) - 1 for group in xs) - 1
@@ -145,24 +149,14 @@ def _correlated(groups: Sequence[Sequence[tuple[float, float]]]) -> bool:
     errors = [[r - slope * x for x, r in group] for group in centred]
     squares = math.fsum(e**2 for group in errors for e in group)
     steps = math.fsum((b - a) ** 2 for group in errors for a, b in pairwise(group))
-    # A has the second differences of each sample; only the slope mixes samples.
+    # A has the second differences of each sample, where at the ends there is one neighbour only;
+    # only the slope mixes samples.
     first = math.fsum((b - a) ** 2 for group in xs for a, b in pairwise(group)) / sxx
-    second = math.fsum(z**2 for group in xs for z in _second_differences(group)) / sxx
+    ends = [[0.0, *(b - a for a, b in pairwise(group)), 0.0] for group in xs]
+    second = math.fsum((a - b) ** 2 for group in ends for a, b in pairwise(group)) / sxx
     counts = [len(group) for group in xs if len(group) > 1]
     trace = sum(2 * (count - 1) for count in counts) - first
     trace_squared = sum(6 * count - 8 for count in counts) - 2 * second + first**2
     mean = trace / freedom
     variance = 2 * (freedom * trace_squared - trace**2) / (freedom**2 * (freedom + 2))
     return steps < (mean - LEVEL * math.sqrt(variance)) * squares
-
-
-def _centred(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    mean_x = math.fsum(x for x, _ in group) / len(group)
-    mean_y = math.fsum(y for _, y in group) / len(group)
-    return [(x - mean_x, y - mean_y) for x, y in group]
-
-
-def _second_differences(values: Sequence[float]) -> list[float]:
-    """A' A v for the differences A of neighbours; at the ends there is one neighbour only."""
-    steps = [0.0, *(b - a for a, b in pairwise(values)), 0.0]
-    return [a - b for a, b in pairwise(steps)]

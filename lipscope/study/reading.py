@@ -76,7 +76,11 @@ class SampledText:
 
     def window(self, n: int, sample: int) -> tuple[int, ...]:
         inner = n - len(self.before) - len(self.after)
-        start = offset(len(self.ids) - inner + 1, n, sample, self.seed)
+        # A hash rather than a generator: the same on every machine and in any order of calls. It
+        # has 256 bits, so its remainder is uniform for all practical purposes.
+        name = f"lipscope sample {self.seed} {n} {sample}"
+        digest = hashlib.sha256(name.encode()).digest()
+        start = int.from_bytes(digest, "big") % (len(self.ids) - inner + 1)
         return self.before + self.ids[start : start + inner] + self.after
 
     def batch(self, n: int, samples: Sequence[int]) -> Tensor:
@@ -117,14 +121,6 @@ class FixedInputs:
         return {self.argument: self.batch(0, samples), **chosen}
 
 
-def offset(places: int, n: int, sample: int, seed: int) -> int:
-    """One of `places` starting points, as a function of the arguments only."""
-    # A hash rather than a generator: the same on every machine and in any order of calls. It has
-    # 256 bits, so its remainder is uniform for all practical purposes.
-    digest = hashlib.sha256(f"lipscope sample {seed} {n} {sample}".encode()).digest()
-    return int.from_bytes(digest, "big") % places
-
-
 def read(
     model: Model,
     text: Text = None,
@@ -156,10 +152,18 @@ def read(
     if text is None:
         parts = [default_text()]
         name = "Python's help topics"
-    elif _is_text(text):
+    elif isinstance(text, str | Path | TextColumn):
         parts = [content(text)]
-        name = _text_name(text)
-    elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
+        name = "text"
+        if isinstance(text, TextColumn):
+            name = f"{text.path.name}, column {text.column}"
+        elif isinstance(text, Path):
+            name = text.name
+    elif (
+        isinstance(text, Sequence)
+        and text
+        and all(isinstance(part, str | Path | TextColumn) for part in text)
+    ):
         parts = [content(part) for part in text]
         name = f"{len(text)} texts"
     if parts is None:
@@ -258,29 +262,17 @@ def text_option(text: Any) -> tuple[str, ...] | None:
         return ()
     if isinstance(text, str):
         return "--text", "-"
-    parts = [text] if isinstance(text, Path | TextColumn) else text
-    if not isinstance(parts, list | tuple):
-        return None
+    parts: Sequence[Any] = text if isinstance(text, list | tuple) else [text]
     if not all(isinstance(part, Path | TextColumn) for part in parts):
         return None
-    columns = {part.column if isinstance(part, TextColumn) else None for part in parts}
+    columns = {getattr(part, "column", None) for part in parts}
     if len(columns) != 1:
         return None
     (column,) = columns
-    paths = [part.path if isinstance(part, TextColumn) else part for part in parts]
     # Absolute: the command may be repeated from another directory.
-    words = [word for path in paths for word in ("--text", str(path.absolute()))]
+    paths = [str(getattr(part, "path", part).absolute()) for part in parts]
+    words = [word for path in paths for word in ("--text", path)]
     return (*words, *(() if column is None else ("--column", column)))
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, str | Path | TextColumn)
-
-
-def _text_name(text: str | Path | TextColumn) -> str:
-    if isinstance(text, TextColumn):
-        return f"{text.path.name}, column {text.column}"
-    return text.name if isinstance(text, Path) else "text"
 
 
 def _id_rows(text: Text) -> list[list[int]]:
@@ -339,7 +331,15 @@ def _read_inputs(model: Model, inputs: Any) -> FixedInputs:
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     if not given:
         argument = "inputs_embeds" if kind == "input_ids" else kind
-        given = {argument: _checked_tensor(argument, inputs)}
+        what, rank = KINDS.get(argument, (argument, None))
+        is_tensor = isinstance(inputs, torch.Tensor)
+        if not (is_tensor and inputs.is_floating_point()) or (
+            rank is not None and inputs.ndim not in (rank - 1, rank)
+        ):
+            found = tuple(inputs.shape) if is_tensor else type(inputs).__name__
+            raise UserError(f"inputs of this model must be floating-point {what}, got {found}")
+        # A single sample may come without the dimension of samples.
+        given = {argument: inputs[None] if inputs.ndim + 1 == rank else inputs}
     argument = kind if kind in given else next(iter(given))
     count = len(given[argument]) if isinstance(given[argument], torch.Tensor) else 0
     for name, values in given.items():
@@ -371,19 +371,6 @@ def _read_inputs(model: Model, inputs: Any) -> FixedInputs:
         argument=argument,
         others=given,
     )
-
-
-def _checked_tensor(argument: str, inputs: Any) -> Tensor:
-    """One tensor with samples first; a single sample may come without that dimension."""
-    what, rank = KINDS.get(argument, (argument, None))
-    if (
-        not isinstance(inputs, torch.Tensor)
-        or not inputs.is_floating_point()
-        or (rank is not None and inputs.ndim not in (rank - 1, rank))
-    ):
-        found = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-        raise UserError(f"inputs of this model must be floating-point {what}, got {found}")
-    return inputs[None] if inputs.ndim + 1 == rank else inputs
 
 
 def _digest(*parts: bytes) -> str:

@@ -321,12 +321,7 @@ def run_jobs(
     Args:
         work: Does a job in this process; reports its progress to `work.report`.
         start: Sets up the same work on a worker; None if there is no engine.
-        jobs: The jobs.
-        store: Where the rows and records go.
         info: The header of the study; None if all errors end the run.
-        engine: Opens the engine; None runs the jobs in this process.
-        shard: The part of the jobs to run. Default: all.
-        progress: Called with the work done and the total work.
 
     Returns:
         The reasons of jobs that failed.

@@ -155,6 +155,8 @@ _PART = {
     "observed": _maybe(_is_square),
     "curved": _maybe((_is_square, _is_square)),
 }
+_NORMS_AT = (_NAME, _maybe(_PLACE), _maybe(_PLACE), _LENGTH, _COUNT)
+_BUDGET_AT = (_NAME, range(MOST_JOBS + 1), bool, bool, _SEED, _COUNT, _LENGTH, _NAME)
 _CLAIM = {
     **dict.fromkeys(("id", "device", "code", "version"), _NAME),
     "used": _table(_NAME),
@@ -219,7 +221,7 @@ def _tokens(key: str, value: str | bytes) -> bool:
 
 def _norms(key: str, value: str | bytes) -> bool:
     where = json.loads(key)
-    if not _fits(where, (_NAME, _maybe(_PLACE), _maybe(_PLACE), _LENGTH, _COUNT)):
+    if not _fits(where, _NORMS_AT):
         return False
     if not isinstance(value, bytes) or len(value) != 8 * where[3]:
         return False
@@ -231,8 +233,7 @@ def _norms(key: str, value: str | bytes) -> bool:
 def _budget(key: str, value: str | bytes) -> bool:
     where = json.loads(key)
     part = json.loads(value)
-    form = (_NAME, range(MOST_JOBS + 1), bool, bool, _SEED, _COUNT, _LENGTH, _NAME)
-    if not (_fits(where, form) and _fits(part, _PART) and part.keys() >= _PART.keys()):
+    if not (_fits(where, _BUDGET_AT) and _fits(part, _PART) and part.keys() >= _PART.keys()):
         return False
     # One row per probe, one column per site.
     sites = len(part["sites"])
@@ -267,8 +268,6 @@ _KINDS: dict[str, Callable[[str, str | bytes], bool]] = {
 # open, permissions. Any other error of a fixed SELECT comes from the content of the file.
 _NOT_DAMAGE = (3, 5, 6, 8, 9, 10, 13, 14, 23)
 _SHORT_READ = 522
-
-_SIZES = ("page_count", "page_size")
 
 _TEXTS = [i for i, name in enumerate(COLUMNS[:17]) if _ROW[name] == _NAME]
 _NUMERIC = [i for i in range(17) if i not in _TEXTS]
@@ -385,13 +384,9 @@ class _Limit:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in _SIZES)
-        self._left = self._whole = pages * size
-
-    def again(self) -> _Limit:
-        """Begin to count again, for a query that reads the same rows once more."""
-        self._left = self._whole
-        return self
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        self._left = pages * size
 
     def read(self, query: str) -> Iterator[Record]:
         """Run a query whose first column is the rowid.
@@ -436,14 +431,14 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     # Damaged text must not stop a read; its checksum will not match.
     db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
     width = len(table.key)
-    limit = _Limit(db)
     keys = dict[int, Record]()
     rows = dict[int, Record]()
     columns = ", ".join(table.key)
     by_key = f"SELECT rowid, {columns} FROM {table.name} INDEXED BY {table.name}_key"
-    index_read = _read_into(keys, limit, f"{by_key} ORDER BY {columns}")
-    table_read = _read_into(rows, limit.again(), table.scan(" ORDER BY rowid"))
-    limit.again()
+    # Each query reads the same rows once more, and so counts them from the beginning.
+    index_read = _read_into(keys, _Limit(db), f"{by_key} ORDER BY {columns}")
+    table_read = _read_into(rows, _Limit(db), table.scan(" ORDER BY rowid"))
+    limit = _Limit(db)
     for missing in keys.keys() - rows.keys():
         _read_into(rows, limit, table.scan(f" WHERE rowid = {missing}"))
     db.text_factory = str

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from lipscope._checks import name_bad_argument
 from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.models.scopes import per
-from lipscope.study.directory import FILE, claim, require_parts
+from lipscope.study.directory import FILE, claim, require_same
 from lipscope.study.growth import Growth, check_lengths, fit
 from lipscope.study.jobs import JobCount, command_lines, count_jobs
 from lipscope.study.records import COLUMNS, SIGMA, Row, StudyHeader, data_frame
@@ -80,12 +80,12 @@ class Study:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.directory is not None:
             return Study.open, (self.directory.absolute(),)
-        return _from_memory, (self._store.to_bytes(),)
+        return _in_memory, (self.store.to_bytes(),)
 
     @classmethod
     @name_bad_argument
@@ -95,7 +95,7 @@ class Study:
 
     def close(self) -> None:
         """Close the file of the study; nothing can be read from it afterwards."""
-        self._store.close()
+        self.store.close()
 
     def save(self, directory: str | os.PathLike[str]) -> Study:
         """Write a copy of the study to a new or empty directory, and open it.
@@ -112,19 +112,14 @@ class Study:
         return copy_study(self, Path(directory))
 
     @property
-    def store(self) -> Store:
-        """The store behind the study, for probes that add rows to it."""
-        return self._store
-
-    @property
     def directory(self) -> Path | None:
         """The directory the study is saved in; None if it is in memory."""
-        return self._store.directory
+        return self.store.directory
 
     @cached_property
     def info(self) -> StudyHeader:
         """Identity and description of the study."""
-        info = self._store.info()
+        info = self.store.info()
         self._warn()
         return info
 
@@ -136,25 +131,25 @@ class Study:
     @cached_property
     def rows(self) -> list[Row]:
         """All rows, of all probes, in a fixed order."""
-        rows = self._store.rows()
+        rows = self.store.rows()
         self._warn()
         return rows
 
     @property
     def damage(self) -> str:
         """What the reads so far have found to be lost, in one sentence; empty if nothing is."""
-        return damage(self._store)
+        return damage(self.store)
 
     @cached_property
     def commands(self) -> list[str]:
         """The command lines that made the study, without those that a later one includes."""
         known = [self.info.about.command] if self.info.about.command else []
-        return command_lines(self._store.commands()) or known
+        return command_lines(self.store.commands()) or known
 
     @cached_property
     def jobs(self) -> JobCount:
         """How many jobs are done, of how many that were asked for."""
-        return count_jobs(self._store.commands(), self.rows)
+        return count_jobs(self.store.commands(), self.rows)
 
     @property
     def unfinished(self) -> str:
@@ -189,8 +184,13 @@ class Study:
         """1 - joint_confidence, without the rounding of the difference."""
         if not self.certified:
             return 1.0
+        failure = 1 - self.info.about.confidence
+        if failure == 1:  # a study whose own dtype has no certificate
+            from lipscope.linalg.spectral import Solver  # late: reading a study needs no torch
+
+            failure = Solver().failure
         # The study stores 1 - failure in binary; six decimal digits recover the failure itself.
-        each = Decimal(f"{1 - (self.info.about.confidence or _default_confidence()):.6g}")
+        each = Decimal(f"{failure:.6g}")
         return min(1.0, float(len(self.certified) * each))
 
     @property
@@ -208,8 +208,9 @@ class Study:
     def maps(self) -> list[tuple[str, int | None]]:
         """(scope, layer) of everything measured, layer by layer."""
         found = {(row.scope, row.layer) for row in self.sigma}
+        order = {scope: i for i, scope in enumerate(self.info.about.scopes)}
         return sorted(
-            found, key=lambda item: (item[1] is None, item[1] or 0, self._scope_order(item[0]))
+            found, key=lambda at: (at[1] is None, at[1] or 0, order.get(at[0], len(order)))
         )
 
     @cached_property
@@ -314,7 +315,7 @@ class Study:
 
     def tokens_of(self, row: Row) -> list[Token]:
         """The tokens behind one row."""
-        found = self._store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
+        found = self.store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
         self._warn()
         if found is None:
             raise UserError(
@@ -322,7 +323,7 @@ class Study:
                 f"n = {row.n}"
             )
         # Embeddings and pixels have no text: their tokens are named by position.
-        sample = self._store.sample(row.n, row.sample)
+        sample = self.store.sample(row.n, row.sample)
         words = (sample and sample.tokens) or tuple(f"#{i}" for i in range(row.n))
         return [
             Token(i, *item)
@@ -331,8 +332,8 @@ class Study:
 
     def token_records(self) -> Iterator[tuple[Any, ...]]:
         """(scope, layer, head, n, sample, position, token, right, left) of every token and map."""
-        sample_of = cache(self._store.sample)
-        every = self._store.sensitivities()
+        sample_of = cache(self.store.sample)
+        every = self.store.sensitivities()
         self._warn()
         for found in every:
             sample = sample_of(found.n, found.sample)
@@ -400,10 +401,6 @@ class Study:
 
         return summary_html(self)
 
-    def _scope_order(self, scope: str) -> int:
-        known = list(self.info.about.scopes)
-        return known.index(scope) if scope in known else len(known)
-
     def __repr__(self) -> str:
         lengths = sorted({row.n for row in self.sigma})
         at = f" in {self.directory}" if self.directory else ""
@@ -450,29 +447,21 @@ def merge(studies: Sequence[Study]) -> Study:
                 "concatenate their data frames instead: "
                 "pandas.concat([study.to_dataframe() for study in studies])"
             )
-    return Study(join(study.store for study in given).store)
+    return Study(join(study.store for study in given)[0])
 
 
 def copy_study(study: Study, directory: Path) -> Study:
     """Everything intact in a study, in a new directory."""
     if os.path.lexists(directory / FILE):
         raise UserError(f"{directory} holds a study; give a new or empty directory")
-    with claimed(directory):
-        write_whole(join([study.store]).store, directory)
+    with ExitStack() as held:
+        held.callback(claim(directory).release)
+        write_whole(join([study.store])[0], directory)
     return Study.open(directory)
 
 
-def _from_memory(content: bytes) -> Study:
-    """A study in memory, from the pickle of one."""
+def _in_memory(content: bytes) -> Study:
     return Study(Store.from_bytes(content))
-
-
-def _default_confidence() -> float:
-    """The confidence of float64 searches, for a study whose own dtype has none and stores 0."""
-    # Imported late: it imports torch, which reading a study does not need.
-    from lipscope.linalg.spectral import Solver
-
-    return 1 - Solver().failure
 
 
 class Merged(NamedTuple):
@@ -488,15 +477,8 @@ class Merged(NamedTuple):
     damaged: list[str]
 
 
-class Joined(NamedTuple):
-    """A store in memory, and the number of rows that its parts disagree on."""
-
-    store: Store
-    disputed: int
-
-
-def join(stores: Iterable[Store]) -> Joined:
-    """Everything intact in some stores of one study.
+def join(stores: Iterable[Store]) -> tuple[Store, int]:
+    """Everything intact in some stores, in memory, and the number of rows that they disagree on.
 
     Of several rows with one key, one that has a value is kept before one that failed; among equals
     the choice is by content. So neither the order nor a part that comes twice changes anything.
@@ -510,7 +492,8 @@ def join(stores: Iterable[Store]) -> Joined:
         info = info or store.info()
         for row in store.rows():
             known = rows.setdefault(row[:8], row)
-            if not known.failing and not row.failing and _numbers(known) != _numbers(row):
+            # Value, lower and upper.
+            if not known.failing and not row.failing and known[8:11] != row[8:11]:
                 disputed.add(row[:8])
             rows[row[:8]] = min(known, row, key=lambda r: (r.failing, repr(r)))
         for kind, key, value in store.all_records():
@@ -521,7 +504,7 @@ def join(stores: Iterable[Store]) -> Joined:
     joined = Store.create(None, info)
     joined.write(rows.values(), records=((*name, value) for name, value in records.items()))
     joined.add_commands(command for _, command in sorted(commands.items()))
-    return Joined(joined, len(disputed))
+    return joined, len(disputed)
 
 
 def merge_directories(out: Path, parts: Sequence[Path]) -> Merged:
@@ -539,37 +522,28 @@ def merge_directories(out: Path, parts: Sequence[Path]) -> Merged:
         UserError: If a part differs in something that decides its numbers, or cannot be read.
     """
     given = list(dict.fromkeys(parts))
+
+    def check(part: Path) -> None:
+        with closing(Store.open(given[0])) as first, closing(Store.open(part)) as other:
+            require_same(first.info().identity, other.info().identity, given[0], part)
+
     for one in given:  # before anything is written
-        _check_part(given[0], one)
-    with claimed(out):
+        check(one)
+    with ExitStack() as held:
+        held.callback(claim(out).release)
         if (out / FILE).exists() and out not in given:
+            check(out)
             given.insert(0, out)
-            _check_part(given[1], out)
         damaged: list[str] = []
         joined, disputed = join(_opened(given, out, damaged))
         write_whole(joined, out)
     return Merged(content=content(joined), disputed=disputed, damaged=damaged)
 
 
-@contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """Keep other processes from writing to the directory of a study, which may be a new one."""
-    lock = claim(directory)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def write_whole(store: Store, directory: Path) -> None:
     """Write a store that is in memory to a claimed directory: at once, or not at all."""
     with whole_file(directory / FILE) as draft:
         draft.write_bytes(store.to_bytes())
-
-
-def _check_part(first: Path, other: Path) -> None:
-    with closing(Store.open(first)) as one, closing(Store.open(other)) as two:
-        require_parts(one.info().identity, two.info().identity, first, other)
 
 
 def _opened(parts: Iterable[Path], out: Path, damaged: list[str]) -> Iterator[Store]:
@@ -581,8 +555,3 @@ def _opened(parts: Iterable[Path], out: Path, damaged: list[str]) -> Iterator[St
                     raise UserError(damage(store))  # a damaged study is not written to
                 damaged.append(damage(store))
             yield store
-
-
-def _numbers(row: Row) -> tuple[Any, ...]:
-    """Return the numbers that must agree between two measurements of one place."""
-    return row.value, row.lower, row.upper

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lipscope._types import UserError
-from lipscope.study.engines import Engine, SchedulerLostError, _Queue, _Worker, open_engine
+from lipscope.study.engines import Engine, SchedulerLostError, open_engine
 from lipscope.study.jobs import Job
 from tests.study.fakes import (
     Start,
@@ -68,20 +68,6 @@ def test_workers_live_long_and_keep_to_their_input(engine, tmp_path):
     assert len({pid for *_, pid in done}) <= 2
     # Two inputs, two workers: each prepares its own, and at most one helps the other out.
     assert len({(n, pid) for _, n, _, pid in done}) <= 3
-
-
-def test_a_worker_keeps_to_its_input_then_takes_one_that_is_free():
-    todo = jobs(6, layers=2)  # n = 8, 16, 24, two jobs each
-    queue, a, b = _Queue(todo), _Worker("a"), _Worker("b")
-    first = queue.next_for(a, [a, b])
-    a.last = first.group
-    second = queue.next_for(b, [a, b])
-    b.last = second.group
-    assert (first.n, second.n) == (8, 16)
-    assert queue.next_for(a, [a, b]).n == 8
-    assert queue.next_for(a, [a, b]).n == 24
-    queue.put_back(first)
-    assert len(queue) == 3 and queue.next_for(a, [a, b]) == first
 
 
 def test_a_run_left_early_leaves_the_workers_to_the_next(engine, tmp_path):

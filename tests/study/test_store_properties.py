@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipscope.study.jobs import Command, Request
-from lipscope.study.records import COLUMNS, Row, SampleTokens, Sensitivity
+from lipscope.study.records import COLUMNS, Row
 from lipscope.study.salvage import MOST_PLACES, MOST_TOKENS, record_checksum
 from lipscope.study.store import Store
 from tests.study.fakes import info, row
@@ -79,31 +79,6 @@ def test_any_rows_come_back(given_rows):
     store.write(given_rows)
     found = sorted(repr(tuple(r)) for r in store.rows())
     assert found == sorted(map(plain, given_rows)) and store.check() == []
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(TEXT, min_size=1, max_size=9), NUMBER)
-def test_any_tokens_come_back(tokens, sample):
-    store = Store.create(None, info())
-    store.write_samples([SampleTokens(len(tokens), sample, tuple(tokens))])
-    found = store.sample(len(tokens), sample)
-    assert found is not None and found.tokens == tuple(tokens) and store.check() == []
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(NORM, NORM), min_size=1),
-    TEXT,
-    PLACE,
-    PLACE,
-)
-def test_any_norms_come_back(pairs, scope, layer, head):
-    right, left = tuple(r for r, _ in pairs), tuple(x for _, x in pairs)
-    n = len(pairs)
-    one = Sensitivity(scope, layer, head, n, 0, right, left)
-    store = Store.create(None, info())
-    store.write([], [one])
-    assert store.sensitivity(scope, layer, head, n, 0) == one == store.sensitivities()[0]
 
 
 @settings(max_examples=100, deadline=None)
