@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
+from lipscope.linalg.operator import LinearOperator, Rounding, lengths
 
 
 def assert_adjoint(J: ls.LinearOperator, seed: int = 0, tol: float = 1e-12) -> None:
@@ -39,3 +40,19 @@ def assert_matches_dense(J: ls.LinearOperator, dense: Tensor, tol: float = 1e-12
         worst = ((got - matrix).abs() / size).max()
         assert worst <= tol, f"differs from the dense matrix by {worst:.1e} of its norm"
     assert_adjoint(J, tol=tol)
+
+
+def dense_operator(M: Tensor) -> LinearOperator:
+    """The operator of a matrix [m, n], or of a batch of matrices [B, m, n]."""
+    return LinearOperator(
+        mv=lambda E: (M @ E[..., None])[..., 0],
+        rmv=lambda U: (M.mT @ U[..., None])[..., 0],
+        in_shape=(M.shape[-1],),
+        out_shape=(M.shape[-2],),
+        batch=M.shape[0] if M.ndim == 3 else None,
+        dtype=M.dtype,
+        device=M.device,
+        # The size is what a product with M sums up.
+        rounding=Rounding(size=lengths(M.double().flatten(-2)).cpu()),
+        take=(lambda members: dense_operator(M[members])) if M.ndim == 3 else None,
+    )

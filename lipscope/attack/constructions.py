@@ -8,7 +8,6 @@ under a causal mask.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -45,9 +44,6 @@ class Regime:
     gamma: float
     reach: float
 
-    def name(self, n: int) -> str:
-        return "sqrt n" if math.log(max(n - 1, 1)) <= self.reach else "mean-field"
-
 
 @entry_point
 def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
@@ -77,8 +73,22 @@ def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Fo
         >>> sorted(one.name for one in found)
         ['opposite crowd', 'opposite crowd, tuned', 'token at zero', 'tuned gap']
     """
-    check_constructible(f, ball)
-    assert isinstance(ball, Ball)
+    if not isinstance(f, SelfAttention) or not isinstance(f.kernel, Dot):
+        what = (
+            type(f.kernel).__name__ + " scores"
+            if isinstance(f, SelfAttention)
+            else type(f).__name__
+        )
+        raise UserError(
+            f"the constructions are for a SelfAttention with dot-product scores, got {what}; "
+            "use ascent instead (ls.attack.ascend, --kind ascent), which takes any map"
+        )
+    if not isinstance(ball, Ball):
+        raise UserError(f"the constructions need a Ball(R, n), got {type(ball).__name__}")
+    if ball.n < 2:
+        raise UserError(
+            f"the constructions place one token against a crowd and need n >= 2, got n={ball.n}"
+        )
     f = f.double()
     inputs = []
     for h in range(f.heads):
@@ -166,23 +176,3 @@ def _adversaries(one: SelfAttention) -> tuple[Adversary, ...]:
     if k < d:
         return adversaries(s * one.Q @ one.K.T, lift=one.K.T)
     return adversaries(s * one.K.T @ one.Q)
-
-
-def check_constructible(f: SelfAttention, ball: Domain) -> None:
-    """Raise UserError unless the constructions apply to f and the domain."""
-    if not isinstance(f, SelfAttention) or not isinstance(f.kernel, Dot):
-        what = (
-            type(f.kernel).__name__ + " scores"
-            if isinstance(f, SelfAttention)
-            else type(f).__name__
-        )
-        raise UserError(
-            f"the constructions are for a SelfAttention with dot-product scores, got {what}; "
-            "use ascent instead (ls.attack.ascend, --kind ascent), which takes any map"
-        )
-    if not isinstance(ball, Ball):
-        raise UserError(f"the constructions need a Ball(R, n), got {type(ball).__name__}")
-    if ball.n < 2:
-        raise UserError(
-            f"the constructions place one token against a crowd and need n >= 2, got n={ball.n}"
-        )

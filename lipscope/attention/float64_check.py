@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention.scores import L2, Dot, augment, default_scale
+from lipscope.attention.scores import L2, Dot, augment
 from lipscope.fused.primitive import attend
 from lipscope.linalg.operator import LOCAL, Space
 
@@ -50,7 +50,9 @@ def compare(
         size = space.gather(product.double().square().sum(dim=-1, keepdim=True))[..., 0]
         index, share = _rows(size, seed)
         per_head = index.reshape(members, -1, index.shape[-1])  # [M, H | 1, rows]
-        cuts = _cuts(f, members * space.global_shape((n,))[0])
+        whole = members * space.global_shape((n,))[0] * f.Q.shape[0] <= NUMBERS
+        step = f.heads if whole else 1
+        cuts = [slice(h, h + step) for h in range(0, f.heads, step)]
         with torch.no_grad():
             heads = torch.cat([_head_rows(f, X, E, cut, per_head, space) for cut in cuts], dim=1)
             if apart:
@@ -80,11 +82,6 @@ def _rows(size: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     share = torch.ones(top.shape[1] + drawn.shape[1], dtype=torch.float64, device=size.device)
     share[top.shape[1] :] = (n - top.shape[1]) / drawn.shape[1]
     return torch.cat([top, drawn], dim=1), share
-
-
-def _cuts(f: SelfAttention, tokens: int) -> list[slice]:
-    whole = tokens * f.Q.shape[0] <= NUMBERS
-    return [slice(0, f.heads)] if whole else [slice(h, h + 1) for h in range(f.heads)]
 
 
 def _head_rows(
@@ -137,7 +134,7 @@ def _head_rows(
     mask = _mask_rows(f, index, cut, point[1].shape[-2])
 
     def rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = default_scale(f.kernel, q.shape[-1])
+        scale = f.scale
         if isinstance(f.kernel, L2):
             (q, k), scale = augment(f.kernel, q, k), 1.0
         return attend(q, k, v, scale=scale, mask=mask, softcap=f.kernel.softcap, sinks=sinks)

@@ -333,7 +333,9 @@ def _check_weights(f: SelfAttention) -> None:
                 raise UserError(
                     f"{name} is {b.dtype} and Q is {f.Q.dtype}; give all weights one dtype"
                 )
-    check_options(f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
+    options = (f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
+    if any(option is not None for option in options):
+        check_options(*options)
     bq, bk, bv = f.biases or (None, None, None)
     check_one_device("Q", f.Q, K=f.K, V=f.V, O=f.O, bq=bq, bk=bk, bv=bv)
     check_one_device("Q", f.Q, mask=f.mask, padding=f.padding, sinks=f.kernel.sinks)

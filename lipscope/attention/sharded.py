@@ -147,39 +147,30 @@ def on_all(check: Callable[[], T], mesh: Any) -> T:
 
 
 def sharded_jacobian(f: SelfAttention | HeadsApart, X: Tensor, mesh: Any) -> LinearOperator:
-    """The Jacobian of f, whose tokens X are spread over the ranks of a mesh.
+    """The Jacobian of a layer or its `heads_apart()`, X being this rank's tokens, `shard(X, mesh)`.
 
-    Args:
-        f: A `SelfAttention`, or its `heads_apart()`; masks, padding and rotary tables are those of
-            all n tokens.
-        X: This rank's tokens, `shard(X, mesh)`.
-        mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
-
-    Returns:
-        The operator; its products, and the vectors of a solve, are those of this rank's tokens.
+    Masks, padding and rotary tables are those of all n tokens. The products of the operator, and
+    the vectors of a solve, are those of this rank's tokens.
 
     Raises:
         UserError: On every rank, if an input of any rank is invalid.
-
-    Example:
-        >>> import lipscope as ls
-        >>> import torch, torch.distributed as dist
-        >>> from lipscope.attention.sharded import sharded_jacobian
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> X = torch.eye(4, dtype=torch.float64)
-        >>> f = ls.SelfAttention(X, X, X)
-        >>> J = sharded_jacobian(f, X, dist.group.WORLD)
-        >>> torch.equal(J.to_dense(), ls.jacobian(f, X).to_dense())
-        True
-        >>> dist.destroy_process_group()
     """
     layer = f.layer if isinstance(f, HeadsApart) else f
-    shards = spread_of(X, mesh, lambda n: _check_layer(layer, X, n))
     kernel = layer.kernel
-    if isinstance(kernel, Dot) and kernel.rope is not None:
-        # Rotary positions are those of the tokens that are here.
-        rope = Rope(*(shards.shard(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
-        layer = replace(layer, kernel=replace(kernel, rope=rope))
+    rope = kernel.rope if isinstance(kernel, Dot) else None
+
+    def check(n: int) -> None:
+        check_tokens(layer, X, n)
+        if rope is not None and len(rope.cos) < n:
+            raise UserError(
+                f"rope tables have shape {tuple(rope.cos.shape)}, which does not cover {n} tokens; "
+                f"use Rope.standard({n}, {rope.cos.shape[1]})"
+            )
+
+    shards = spread_of(X, mesh, check)
+    if isinstance(kernel, Dot) and rope is not None:  # those of the tokens that are here
+        here = Rope(*(shards.shard(x[: shards.n], 0) for x in (rope.cos, rope.sin)))
+        layer = replace(layer, kernel=replace(kernel, rope=here))
     return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, space=shards)
 
 
@@ -203,16 +194,6 @@ def _check_place(X: Any, mesh: Any) -> None:
         raise UserError(
             f"the mesh exchanges tensors of GPUs (nccl) and X is on {X.device}; move X there, or "
             "initialise the process group with gloo"
-        )
-
-
-def _check_layer(f: SelfAttention, X: Tensor, n: int) -> None:
-    check_tokens(f, X, n)
-    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    if rope is not None and len(rope.cos) < n:
-        raise UserError(
-            f"rope tables have shape {tuple(rope.cos.shape)}, which does not cover {n} tokens; "
-            f"use Rope.standard({n}, {rope.cos.shape[1]})"
         )
 
 

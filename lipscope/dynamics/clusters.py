@@ -144,10 +144,8 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
         )
     x = (found.renormalised if renormalised else found.positions).detach().double().cpu()
     check_tensor("the flow", x)
-    n = x.shape[1]
-    weights = torch.full((n,), 1 / n, dtype=torch.float64)
-    if found.weights is not None:
-        weights = found.weights.detach().double().cpu()
+    equal = torch.full((x.shape[1],), 1 / x.shape[1], dtype=torch.float64)
+    weights = equal if found.weights is None else found.weights.detach().double().cpu()
     # In units of the spread at the start: squares of lengths neither overflow nor vanish.
     middle = weights @ x[0]
     unit = max((x[0] - middle).abs().max().item(), torch.finfo(torch.float64).tiny)
@@ -158,8 +156,7 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     counts = torch.tensor([int(components(frame, width).max()) + 1 for frame in z])
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
     # Relabel by mass, the heaviest first; argsort of a permutation is its inverse.
-    order = masses.argsort(descending=True, stable=True)
-    labels = order.argsort()[labels]
+    labels = masses.argsort(descending=True, stable=True).argsort()[labels]
     radii, centres, masses = _radii(z, labels, weights)
     # The index after the last time at which a cluster is wide; len(times) means it never narrows.
     after = (torch.arange(1, len(z) + 1)[:, None] * (radii > width)).amax(dim=0)

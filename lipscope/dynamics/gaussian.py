@@ -23,7 +23,7 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import L2, default_scale
 from lipscope.dynamics.integration import Ending, Progress, check_tolerance, instants, integrate
-from lipscope.dynamics.particles import value_matrix
+from lipscope.dynamics.particles import check_alike, check_square
 from lipscope.linalg.differentiate import check_tensor
 from lipscope.mean_field.measures import check_liftable
 
@@ -208,21 +208,13 @@ def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
         raise UserError(
             "f has a softcap, under which a Gaussian does not stay Gaussian; use f without it"
         )
-    d = f.Q.shape[1]
-    if value_matrix(f).shape[0] != d:
-        raise UserError(
-            f"f maps tokens of size {d} to size {value_matrix(f).shape[0]}; a flow needs them equal"
-        )
+    d = check_square(f)
     for name, x, shape in (("mean", mean, (d,)), ("covariance", covariance, (d, d))):
         if not isinstance(x, Tensor) or tuple(x.shape) != shape:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise UserError(f"{name} must be a tensor of shape {shape}, got {got}")
         check_tensor(name, x)
-        if x.dtype != f.Q.dtype or x.device != f.Q.device:
-            raise UserError(
-                f"{name} is {x.dtype} on {x.device} and f is {f.Q.dtype} on {f.Q.device}; "
-                "convert one to the other"
-            )
+        check_alike(f, name, x)
     size = covariance.abs().max().item()
     if (covariance - covariance.T).abs().max().item() > 1e-6 * size:
         raise UserError("covariance must be symmetric; pass (C + C.T) / 2")

@@ -344,10 +344,8 @@ class _Resolution:
             self.lost = t
 
 
-def _check_tokens(f: SelfAttention, points: Tensor) -> None:
-    if not isinstance(points, Tensor) or points.ndim != 2:
-        got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
-        raise UserError(f"the flow takes tokens X [n, d] or a DiscreteMeasure, got {got}")
+def check_square(f: SelfAttention) -> int:
+    """Return the size of a token; raise UserError if f maps it to another."""
     d = f.Q.shape[1]
     out = value_matrix(f).shape[0]
     if out != d:
@@ -355,15 +353,28 @@ def _check_tokens(f: SelfAttention, points: Tensor) -> None:
             f"f maps tokens of size {d} to size {out}; a flow needs them equal: "
             f"use a square V, or an O that maps back to size {d}"
         )
+    return d
+
+
+def check_alike(f: SelfAttention, name: str, x: Tensor) -> None:
+    """Raise UserError unless x has the dtype and device of the weights."""
+    if x.dtype != f.Q.dtype or x.device != f.Q.device:
+        raise UserError(
+            f"{name} is {x.dtype} on {x.device} and the weights of f are {f.Q.dtype} on "
+            f"{f.Q.device}; convert one to the other, for instance f.to({name})"
+        )
+
+
+def _check_tokens(f: SelfAttention, points: Tensor) -> None:
+    if not isinstance(points, Tensor) or points.ndim != 2:
+        got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
+        raise UserError(f"the flow takes tokens X [n, d] or a DiscreteMeasure, got {got}")
+    d = check_square(f)
     check_input(points)
     n = points.shape[0]
     if points.shape[1] != d:
         raise UserError(f"the tokens have size {points.shape[1]}, and f takes tokens of size {d}")
-    if points.dtype != f.Q.dtype or points.device != f.Q.device:
-        raise UserError(
-            f"the tokens are {points.dtype} on {points.device} and the weights are {f.Q.dtype} on "
-            f"{f.Q.device}; convert one to the other, for instance f.to(X)"
-        )
+    check_alike(f, "X", points)
     if f.mask is not None and tuple(f.mask.shape) != (n, n):
         raise UserError(
             f"the mask of f must have shape {(n, n)} for {n} tokens, got {tuple(f.mask.shape)}"

@@ -386,22 +386,6 @@ def steady(J: LinearOperator) -> LinearOperator:
     return replace(J, mv=unaffected(J.mv), rmv=unaffected(J.rmv))
 
 
-def dense_operator(M: Tensor) -> LinearOperator:
-    """The operator of a matrix [m, n], or of a batch of matrices [B, m, n]."""
-    return LinearOperator(
-        mv=lambda E: (M @ E[..., None])[..., 0],
-        rmv=lambda U: (M.mT @ U[..., None])[..., 0],
-        in_shape=(M.shape[-1],),
-        out_shape=(M.shape[-2],),
-        batch=M.shape[0] if M.ndim == 3 else None,
-        dtype=M.dtype,
-        device=M.device,
-        # The size is what a product with M sums up.
-        rounding=Rounding(size=lengths(M.double().flatten(-2)).cpu()),
-        take=(lambda members: dense_operator(M[members])) if M.ndim == 3 else None,
-    )
-
-
 def of_order_one(x: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """x divided by its largest entry over `dims`, and that entry: no power under- or overflows."""
     largest = x.detach().abs().amax(dim=dims, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)

@@ -470,8 +470,16 @@ class Run:
         lower = torch.where(known, (value - error).clamp_min(0.0), 0.0)
         upper = torch.full_like(value, torch.inf)
         if self.certify:
+            # The polynomial bound on the norm of J as its products have it, with their noise.
+            source = perturbation(noise, self.drift / self.theta)
+            usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
+            width = int((~self.a.isnan()).sum(dim=1).max())
+            if width and usable.any():
+                upper[usable] = polynomial_bound(
+                    self.a[usable, :width], self.b[usable, :width], self.overlap, source[usable]
+                )
             # A random start that J sends to zero leaves nothing but rounding.
-            at_most = torch.where(sigma == 0, 0.0, self._upper(noise, sigma) / scale)
+            at_most = torch.where(sigma == 0, 0.0, upper / scale)
             upper = torch.where(known, at_most + error, torch.inf)
         upper = torch.maximum(upper, value.nan_to_num(nan=torch.inf))
         certified = self.certify and bool(upper.isfinite().any())
@@ -565,18 +573,6 @@ class Run:
             return STEPS if self.steps[i] >= self.solver.max_steps else NOISE
 
         return tuple(map(reason, range(len(lower))))
-
-    def _upper(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The polynomial bound on the norm of J as its products have it, with their noise."""
-        source = perturbation(noise, self.drift / self.theta)
-        usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
-        width = int((~self.a.isnan()).sum(dim=1).max())
-        upper = torch.full_like(sigma, torch.inf)
-        if width and usable.any():
-            upper[usable] = polynomial_bound(
-                self.a[usable, :width], self.b[usable, :width], self.overlap, source[usable]
-            )
-        return upper
 
 
 def fresh_seed(seed: int | None, purpose: str) -> int:

@@ -338,19 +338,16 @@ def largest_gain(
     def chance(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=g, dtype=f.Q.dtype).to(f.Q.device)
 
-    d = f.Q.shape[1]
-    X = noise(tries, n, d)
+    X = noise(tries, n, f.Q.shape[1])
     # Radii of every magnitude from R/100 to R: what splits is often one token near 0, one far out.
     X = X / X.norm(dim=-1, keepdim=True) * R * 10 ** (-2 * chance(tries, n, 1))
     deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
     # Moderate and extreme weights in turn.
     depth = X.new_tensor([10.0, deepest], dtype=torch.float32).repeat(tries)[:tries, None]
     level = -depth * chance(tries, n) ** 2 * (not equal)
-    score = gains(f, X, level.softmax(dim=1))
-    best = score.topk(min(tries, 50)).indices
+    score, best = gains(f, X, level.softmax(dim=1)).topk(min(tries, 50))
     X = X[best]
     level = level[best]
-    score = score[best]
     # Accept or reject, with relative steps that shrink from 1/2 to 1/1000.
     for step in torch.logspace(-0.3, -3, 120, dtype=torch.float32).tolist():
         trial = X + step * (X.abs() + 0.01 * R) * noise(*X.shape)

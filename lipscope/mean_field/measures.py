@@ -8,7 +8,6 @@ closed-form derivative included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,26 +269,6 @@ def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
     """
     J = linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights)
     return steady(in_l2(J, mu.weights))
-
-
-def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
-    """Gamma_mu as a function of query points [N, d] anywhere; mu must have no positions."""
-    check_measure(mu)
-    if mu.positions is not None:
-        raise UserError(
-            "the measure has positions, on which Gamma would depend too; "
-            "use a measure without positions"
-        )
-    lift = lifted(f, mu)
-    d = mu.points.shape[1]
-    mask = None if lift.mask is None else lift.mask[:1]
-
-    def gamma(Z: Tensor) -> Tensor:
-        if Z.ndim != 2 or Z.shape[1] != d:
-            raise UserError(f"query points must have shape [N, {d}], got {tuple(Z.shape)}")
-        return respond(lift, Z, mu.points, mask)
-
-    return gamma
 
 
 def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:

@@ -29,16 +29,15 @@ from lipscope.theorems import geshkovski2023
 
 def w2_bound(f: SelfAttention, R: float) -> float:
     """W2 without mask: ||V|| (a + (1 + a_b) e^{a_b}), half the exponent of the published bound."""
-    _check_order(f, causal=False)
-    return _evaluate(geshkovski2023.sharper_wasserstein_upper, f, R)
+    return _evaluate(geshkovski2023.sharper_wasserstein_upper, f, R, causal=False)
 
 
 def w2_bound_geshkovski2023(f: SelfAttention, R: float) -> float:
     """W2 without mask, as published: ||V|| (1 + 3a) e^{2a}; stated without query bias."""
-    _check_order(f, causal=False)
+    check_liftable(f)
     if f.biases is not None and f.biases[0] is not None:
         raise UserError("this bound needs a layer without a query bias; use w2_bound")
-    return _evaluate(geshkovski2023.wasserstein_upper, f, R)
+    return _evaluate(geshkovski2023.wasserstein_upper, f, R, causal=False)
 
 
 def w_inf_bound(f: SelfAttention, R: float) -> float:
@@ -48,11 +47,10 @@ def w_inf_bound(f: SelfAttention, R: float) -> float:
 
 def w_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
     """W_p without mask: ||V|| (a + (1 + c a_b) e^{2 a_b / p}), c = max(1, 2^{2/p - 1})."""
-    _check_order(f, causal=False)
     check_exponent(p)
     if math.isinf(p):
-        return w_inf_bound(f, R)
-    return _evaluate(geshkovski2023.transport_upper(p, {1.0: 0.0}), f, R)
+        return _evaluate(geshkovski2023.largest_token_upper, f, R, causal=False)
+    return _evaluate(geshkovski2023.transport_upper(p, {1.0: 0.0}), f, R, causal=False)
 
 
 def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
@@ -61,15 +59,15 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
     c = max(1, 2^{2q/p - 1}) and the best 1 < q <= p. At q = p this is
     ||V|| (a + p/(p-1) (1 + 2 a_b) e^{2 a_b}); at p = inf it is w_inf_bound.
     """
-    _check_order(f, causal=True)
     check_exponent(p)
     if p == 1:
         raise UserError(
             f"p must be above 1, got {p!r}; averaging over the past has no constant in d_1"
         )
     if math.isinf(p):
-        return w_inf_bound(f, R)
-    return _evaluate(geshkovski2023.transport_upper(p, geshkovski2023.masked_prices(p)), f, R)
+        return _evaluate(geshkovski2023.largest_token_upper, f, R, causal=True)
+    theorem = geshkovski2023.transport_upper(p, geshkovski2023.masked_prices(p))
+    return _evaluate(theorem, f, R, causal=True)
 
 
 def check_scores(f: SelfAttention) -> None:
@@ -82,21 +80,22 @@ def check_scores(f: SelfAttention) -> None:
 
 
 def _evaluate(
-    theorem: Callable[[SelfAttention, Domain], float], f: SelfAttention, R: float
+    theorem: Callable[[SelfAttention, Domain], float],
+    f: SelfAttention,
+    R: float,
+    causal: bool | None = None,
 ) -> float:
-    check_scores(f)
-    return theorem(f.double(), Ball(R, 1))  # n = 1: no theorem on measures depends on it
-
-
-def _check_order(f: SelfAttention, causal: bool) -> None:
+    """Evaluate a theorem for a layer with this mask; None covers both."""
     check_liftable(f)
-    if f.causal != causal:
+    if causal is not None and f.causal != causal:
         raise UserError(
             "this bound is for attention without a mask; "
             "for causal attention use d_p_bound or w_inf_bound"
             if f.causal
             else "this bound is for causal attention; without a mask use w2_bound or w_inf_bound"
         )
+    check_scores(f)
+    return theorem(f.double(), Ball(R, 1))  # n = 1: no theorem on measures depends on it
 
 
 STEPS = 1000

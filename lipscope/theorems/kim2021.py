@@ -39,7 +39,6 @@ from lipscope.theorems.statement import (
     Bound,
     Head,
     Hypothesis,
-    Visibility,
     best_head,
     heads_of,
     hypotenuse,
@@ -94,12 +93,12 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
     Norms are largest absolute row sums. Values V = M Q + E add
     ||E_h||_inf + 4 sqrt(k s phi) ||Q_h||_inf R |E_h| to a head, |E_h| being the longest row of E_h.
     """
-    seen = visibility(f, domain.n)
-    mean = phi_inverse(seen.most_keys)
+    mean = phi_inverse(visibility(f, domain.n).most_keys)
 
     def head(h: Head, split: Split) -> float:
         through = (row_sum_up(split.M) + split.drift) * row_sum_up(h.one.Q)
-        value = coordinate_reaction(seen, h.k) * through
+        # The constant of identity weights, times the norms of M and Q.
+        value = up(4 * math.sqrt(h.k) * mean + 1) * through
         if split.row_sum > 0:
             far = longest_query(h, domain, row_sum_up)
             value += split.row_sum + 4 * math.sqrt(h.k * mean) * far * split.row
@@ -107,11 +106,6 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
 
     largest = [max(head(h, split) for h, split in way) for way in splits(f, domain)]
     return up(min(largest, default=math.inf) * output_norm(f, row_sum_up))
-
-
-def coordinate_reaction(seen: Visibility, k: int) -> float:
-    """Bound L2 attention with identity weights and heads of size k, in the largest coordinate."""
-    return up(4 * math.sqrt(k) * phi_inverse(seen.most_keys) + 1)
 
 
 def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:

@@ -16,7 +16,6 @@ from benchmarks.attack_comparison import (
     Trial,
     compare_attacks,
     main,
-    nearest_other,
 )
 from lipscope._types import UserError
 from lipscope.probes.token_target import TextReader, sentence_embedding
@@ -80,21 +79,6 @@ def test_the_reader_gives_what_the_model_gives_with_special_tokens(model, texts)
     assert torch.allclose(reader.hidden_of(torch.tensor([ids])), truth, atol=1e-10)
     mean = truth.mean(dim=1)
     assert torch.allclose(sentence_embedding(truth), mean / mean.norm(), atol=1e-12)
-
-
-def test_success_is_another_nearest_text(trials):
-    assert not any(t.success for t in trials if t.budget in SMALL)
-    assert any(t.success for t in trials if t.attack == RANDOM and t.budget == LARGE)
-
-
-def test_the_neighbour_is_the_nearest_other_text():
-    s = torch.nn.functional.normalize(
-        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1
-    ).double()
-    for i in range(6):
-        others = [j for j in range(6) if j != i]
-        truth = max(others, key=lambda j: float(s[i] @ s[j]))
-        assert nearest_other(s, i)(s[i : i + 1]).tolist() == [truth]
 
 
 def test_the_script_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, tmp_path, capsys):

@@ -39,7 +39,7 @@ def exponent(values: dict[int, float]) -> float:
 def test_an_opposite_crowd_reaches_the_root_of_n(seed, causal):
     f = head(seed, causal=causal)
     R = wide_enough(f)
-    assert regime(f, R).name(256) == "sqrt n"
+    assert math.log(255) <= regime(f, R).reach
     values = {n: by_name(f, R, n)[OPPOSITE].value for n in LENGTHS}
     assert abs(exponent(values) - 0.5) <= 0.03
 
@@ -100,7 +100,7 @@ def test_every_value_is_that_of_the_dense_jacobian_and_every_token_in_the_ball(o
 
 def test_a_small_ball_is_in_the_mean_field_regime():
     f = head(0)
-    assert regime(f, 1e-3).name(64) == "mean-field"
+    assert regime(f, 1e-3).reach < math.log(63)
     assert regime(f, 2.0).reach == pytest.approx(4 * regime(f, 1.0).reach)
 
 

@@ -71,6 +71,7 @@ def test_to_moves_every_tensor():
     g = f.to(torch.float32)
     assert g.Q.dtype == g.O.dtype == g.biases[0].dtype == g.kernel.sinks.dtype == torch.float32
     assert g.mask.dtype == torch.bool and g.double().Q.dtype == torch.float64
+    assert f.to(torch.zeros(1).float()).mask.dtype == torch.bool
 
 
 def test_rotation_is_an_isometry_with_its_adjoint():

@@ -8,8 +8,7 @@ import torch
 
 import lipscope as ls
 from lipscope.dynamics.depth_growth import composed
-from lipscope.linalg.operator import dense_operator
-from tests.checks import assert_adjoint
+from tests.checks import assert_adjoint, dense_operator
 from tests.dynamics.problems import draw, identity, random_head, two_heads, types_unchecked
 from tests.naive import naive_layer
 

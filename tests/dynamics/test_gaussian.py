@@ -10,8 +10,8 @@ from scipy.integrate import solve_ivp
 import lipscope as ls
 from lipscope.dynamics.gaussian import affine_velocity
 from lipscope.dynamics.integration import Ending
-from lipscope.mean_field.measures import velocity
 from tests.dynamics.problems import draw, identity, random_head, two_heads, types_unchecked
+from tests.mean_field.weighted import velocity
 
 A = torch.tensor([[0.5, 0.3], [-0.2, 0.4]], dtype=torch.float64)
 V = torch.tensor([[0.6, -0.1], [0.2, 0.5]], dtype=torch.float64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lipscope.linalg.golub_kahan import GolubKahan
-from lipscope.linalg.operator import dense_operator
+from tests.checks import dense_operator
 
 
 def run(M: torch.Tensor, steps: int, capacity: int = 100) -> GolubKahan:

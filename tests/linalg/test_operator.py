@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg.operator import dense_operator
-from tests.checks import assert_adjoint, assert_matches_dense
+from tests.checks import assert_adjoint, assert_matches_dense, dense_operator
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg.operator import dense_operator
+from tests.checks import dense_operator
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

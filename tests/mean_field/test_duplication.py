@@ -17,7 +17,7 @@ from lipscope.mean_field.duplication import (
     splitting,
     splitting_map,
 )
-from lipscope.mean_field.measures import DiscreteMeasure, derivative, push, velocity
+from lipscope.mean_field.measures import DiscreteMeasure, derivative, push
 from lipscope.mean_field.transport import wasserstein
 from tests.mean_field.weighted import (
     dense_derivative,
@@ -27,6 +27,7 @@ from tests.mean_field.weighted import (
     randn,
     random_case,
     random_weights,
+    velocity,
 )
 
 

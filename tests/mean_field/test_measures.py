@@ -15,7 +15,6 @@ from lipscope.mean_field.measures import (
     push,
     query_derivative,
     stacked,
-    velocity,
 )
 from lipscope.mean_field.transport import wasserstein
 from tests.cases import problem
@@ -31,6 +30,7 @@ from tests.mean_field.weighted import (
     randn,
     random_case,
     random_weights,
+    velocity,
 )
 
 X = torch.zeros(2, 1, dtype=torch.float64)
@@ -265,10 +265,6 @@ def test_a_mismatch_is_explained():
     f, mu = one_head(1.0), line([0.0, 1.0], positions=[0.0, 1.0])
     with pytest.raises(ls.UserError, match="make f causal"):
         push(f, mu)
-    with pytest.raises(ls.UserError, match="positions"):
-        velocity(replace(f, causal=True), mu)
-    with pytest.raises(ls.UserError, match=r"shape \[N, 1\], got \(3, 2\)"):
-        velocity(f, line([0.0, 1.0]))(torch.zeros(3, 2, dtype=torch.float64))
     with pytest.raises(ls.UserError, match="points have size 3"):
         push(f, DiscreteMeasure.uniform(torch.zeros(2, 3, dtype=torch.float64)))
 

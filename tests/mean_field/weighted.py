@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Generator, Tensor
 
 import lipscope as ls
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, lifted, respond
 from tests.naive import naive_layer
 
 
@@ -90,3 +92,10 @@ def norm(M: Tensor) -> float:
 def plain_tokens(f: ls.SelfAttention, X: Tensor) -> Tensor:
     """f on tokens, from its definition."""
     return naive_layer(f, X)
+
+
+def velocity(f: ls.SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
+    """Gamma_mu as a function of query points [N, d] anywhere; mu has no positions."""
+    lift = lifted(f, mu)
+    mask = None if lift.mask is None else lift.mask[:1]
+    return lambda Z: respond(lift, Z, mu.points, mask)
