@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -42,11 +43,17 @@ FILES = {
 
 def folder() -> Path:
     """The folder of all-MiniLM-L6-v2: the installed wheel, or the cache (filled on first use)."""
-    for place in (_installed(), _cached()):
-        if place is not None and all((place / name).is_file() for name in FILES):
+    cached = cache_folder() / f"{PACKAGE}-{VERSION}"
+    places = [cached]
+    with suppress(metadata.PackageNotFoundError):
+        wheel = metadata.distribution(PACKAGE)
+        if wheel.version == VERSION:
+            places.insert(0, Path(str(wheel.locate_file(INSIDE))))
+    for place in places:
+        if all((place / name).is_file() for name in FILES):
             _verify(place)
             return place
-    return _fetch(_cached())
+    return _fetch(cached)
 
 
 def default_text() -> str:
@@ -63,18 +70,6 @@ def default_text() -> str:
 def cache_folder() -> Path:
     """This platform's folder for files that can be downloaded again."""
     return platformdirs.user_cache_path("lipscope", appauthor=False)
-
-
-def _installed() -> Path | None:
-    try:
-        wheel = metadata.distribution(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return None
-    return Path(str(wheel.locate_file(INSIDE))) if wheel.version == VERSION else None
-
-
-def _cached() -> Path:
-    return cache_folder() / f"{PACKAGE}-{VERSION}"
 
 
 def _verify(place: Path) -> None:

@@ -125,8 +125,6 @@ def _load(
             module = _read(reader, random_init, wanted, head)
             name = reader.name
         owned = reader is not None or random_init is not None
-        if head:
-            _check_head(module, name)
         trunk, architecture = _trunk(module)
         # Hashed before casting: the hash identifies the stored weights, whatever they run in.
         with live_modules:  # another thread may have lent other weights to the module
@@ -180,15 +178,6 @@ def _option(
 def _found_anywhere(name: str) -> str:
     """A name that means the same from another directory, where a folder's would be the hub's."""
     return str(Path(name).absolute()) if Path(name).is_dir() else name
-
-
-def _check_head(module: PreTrainedModel, name: str) -> None:
-    # Weights that were not in the files are NaN by now.
-    empty = [key for key, p in module.named_parameters() if bool(p.isnan().any())]
-    if empty:
-        raise UserError(
-            f"{name} has no weights for its language-model head ({empty[0]}); use metric output"
-        )
 
 
 def weights_hash(module: nn.Module) -> str:
@@ -265,6 +254,21 @@ def _read(
     expected = check_size(kinds[0], config, repository.name, itemsize)
     if random_init is not None:
         return _in_force(_random(kinds[0], config, random_init))
+    model = _in_force(_with_weights(repository, kinds[0], config, expected))
+    # Weights that were not in the files are NaN by now.
+    empty = [key for key, p in model.named_parameters() if head and bool(p.isnan().any())]
+    if empty:
+        raise UserError(
+            f"{repository.name} has no weights for its language-model head ({empty[0]}); "
+            "use metric output"
+        )
+    return model
+
+
+def _with_weights(
+    repository: Repository, kind: Any, config: PretrainedConfig, expected: int | None
+) -> PreTrainedModel:
+    """A model with the weights of a repository, NaN where it has none."""
     state = repository.weights()
     for key, tensor in state.items():
         # Integers are fine in buffers, such as position ids.
@@ -282,7 +286,6 @@ def _read(
             f"{expected}: they do not belong together; download both again"
         )
     try:
-        kind: Any = kinds[0]
         model, report = kind.from_pretrained(
             None,
             config=config,
@@ -308,7 +311,7 @@ def _read(
         # transformers fills missing weights at random, and random weights must never pass for
         # trained ones. NaN shows up in the preflight; in an unused part (a pooler) it is harmless.
         model.state_dict()[key].fill_(torch.nan)
-    return _in_force(model)
+    return model
 
 
 def _model_classes(

@@ -99,6 +99,10 @@ class Model:
         self.prefix = prefix
         self._owned = owned
         self._runner = ModelRunner(trunk, dtype, owned)
+        try:
+            self._text_config: Any = trunk.config.get_text_config()
+        except ValueError:  # several parts read tokens
+            self._text_config = trunk.config
         # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[Any, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
@@ -144,7 +148,7 @@ class Model:
     @property
     def max_positions(self) -> int | None:
         """The longest input the model has positions for; None if there is no limit."""
-        limit = getattr(self._text_config(), "max_position_embeddings", None)
+        limit = getattr(self._text_config, "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:  # XLNet says -1 for no limit
             return None
         for module in self.trunk.modules():
@@ -296,7 +300,7 @@ class Model:
                     f"got {value.dtype} {tuple(value.shape)}"
                 )
             value = value.long() if value.ndim == 2 else value.long()[None]
-            count = getattr(self._text_config(), "vocab_size", None)
+            count = getattr(self._text_config, "vocab_size", None)
             # A model may hash its ids (CANINE): only a table of this very size tells.
             table = any(
                 isinstance(module, nn.Embedding) and module.num_embeddings == count
@@ -326,13 +330,6 @@ class Model:
                 f"{self.card.name}; give a shorter input"
             )
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
-
-    def _text_config(self) -> Any:
-        """The configuration of the part that reads tokens."""
-        try:
-            return self.trunk.config.get_text_config()
-        except ValueError:  # several parts read tokens
-            return self.trunk.config
 
     def _prepare(self, single: RecordedCall) -> None:
         """Run the preflight for inputs of this shape; the first time, also find the layers."""
@@ -387,7 +384,7 @@ class Model:
                 f"give it what it reads: load(...).sites(inputs={{{given}, ...}})"
             )
         n = min(8, self.max_positions or 8)
-        vocabulary = getattr(self._text_config(), "vocab_size", 256)
+        vocabulary = getattr(self._text_config, "vocab_size", 256)
         return self._call({"input_ids": torch.randint(vocabulary, (1, n), generator=generator)})
 
     def _need_tokenizer(self) -> Any:

@@ -133,19 +133,16 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             self._seen = trainer.global_step
             readings = monitor.step(self._steps)
             for logger in trainer.loggers if readings else ():
-                logger.log_metrics(_finite(logged(readings)), step=_logged_step(trainer))
+                # The step under which Lightning logs the losses; private, tested with 2.6.
+                # global_step would not do: it already counts this step, once per optimizer.
+                step = trainer.fit_loop.epoch_loop._batches_that_stepped
+                logger.log_metrics(_finite(logged(readings)), step=step)
             trainer.should_stop |= monitor.stopped
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             monitor.close()
 
     return Measuring()
-
-
-def _logged_step(trainer: Any) -> int:
-    """The step under which Lightning logs the losses; private, tested with Lightning 2.6."""
-    # global_step would not do: it already counts this step, once per optimizer.
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:

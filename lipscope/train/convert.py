@@ -451,21 +451,16 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
             f"{f.heads} heads of size {f.Q.shape[0] // f.heads} do not add up to the dimension {d} "
             "of a token"
         )
-    if fresh:
-        layer = _empty(to, d, f, constant)
-    else:
-        # The initial weights are overwritten: drawing them must not advance the caller's generator.
-        with torch.random.fork_rng(devices=[]):
-            layer = _empty(to, d, f, constant)
+    layer: AttentionLayer
+    # Initial weights that are overwritten must not advance the caller's generator.
+    with float32_by_default(), torch.random.fork_rng(devices=[], enabled=not fresh):
+        if constant is not None:
+            layer = make_contractive(to, d, f.heads, f.causal, constant)
+        else:
+            layer = ATTENTIONS[to](d, f.heads, f.causal)
+    if not fresh:
         _carry_over(f, layer)
     return layer.to(f.Q.device, f.Q.dtype)
-
-
-def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
-    with float32_by_default():
-        if constant is not None:
-            return make_contractive(to, d, f.heads, f.causal, constant)
-        return ATTENTIONS[to](d, f.heads, f.causal)
 
 
 @torch.no_grad()
@@ -475,22 +470,19 @@ def _carry_over(f: SelfAttention, layer: AttentionLayer) -> None:
     Q = f.Q.double()
     K, V = (f.per_head(W.double()).flatten(0, 1) for W in (f.K, f.V))
     if isinstance(layer, L2SelfAttention):
-        parts = {"query": Q, "value": _values_of_queries(Q, V, f.heads)}
+        # The weight W with value_factors(Q, W) Q = V Q^+ Q, head by head. value_factors is linear
+        # in its second argument: `unit` is what it makes of Q^+', and inverting it gives the W for
+        # any other right-hand side.
+        q, v = (W.unflatten(0, (f.heads, -1)) for W in (Q, V))
+        inverse = torch.linalg.pinv(q, rtol=SMALLEST)
+        unit = value_factors(q, inverse.mT)
+        W = (v @ inverse @ torch.linalg.pinv(unit) @ inverse.mT).flatten(0, 1)
+        parts = {"query": Q, "value": W}
     else:
         # The layer multiplies its scores by 1 / sqrt(size): the old scale goes into the queries.
         parts = {"query": Q * default_scale(f.kernel, size) * math.sqrt(size), "key": K, "value": V}
     for name, W in {**parts, "out": f.O}.items():
         layer.get_parameter(f"{name}.weight").copy_(W)
-
-
-def _values_of_queries(Q: Tensor, V: Tensor, heads: int) -> Tensor:
-    """The weight W with value_factors(Q, W) Q = V Q^+ Q, head by head."""
-    Q, V = (W.unflatten(0, (heads, -1)) for W in (Q, V))
-    inverse = torch.linalg.pinv(Q, rtol=SMALLEST)
-    # value_factors is linear in its second argument: `unit` is what it makes of Q^+', and inverting
-    # it gives the W for any other right-hand side.
-    unit = value_factors(Q, inverse.mT)
-    return (V @ inverse @ torch.linalg.pinv(unit) @ inverse.mT).flatten(0, 1)
 
 
 def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from html import escape
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import entry_point, unaffected
+from lipscope._checks import check_whole
 from lipscope._display import html_table
 from lipscope._files import whole_file
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
-from lipscope.linalg.estimate import Estimate, as_single
+from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.train.watched_modules import GoneError, ModuleWatch, Watch
 
@@ -145,7 +146,13 @@ class SmoothnessMonitor:
         stop: bool = False,
         tol: float = 1e-2,
     ):
-        _check(every, max_sigma, tol)
+        check_whole("every", every, 1)
+        if not _is_number(max_sigma) or not max_sigma > 0:
+            raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
+        if not _is_number(tol) or not 0 < tol < 1:
+            raise UserError(
+                f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}"
+            )
         if not isinstance(model, nn.Module | Watch):
             raise UserError(
                 "SmoothnessMonitor takes a torch module or a watch of one, "
@@ -183,7 +190,7 @@ class SmoothnessMonitor:
         Args:
             number: The number of the step that begins.
         """
-        _check_step(number)
+        check_whole("the number of a step", number, 0)
         self._announced = True
         self._next = number
         self._look(number)
@@ -201,7 +208,7 @@ class SmoothnessMonitor:
             The readings of this step; empty if it was not due.
         """
         number = self._default_number() if number is None else number
-        _check_step(number)
+        check_whole("the number of a step", number, 0)
         self._next = number + 1
         try:
             readings = self._measure(number) if number % self.every == 0 else []
@@ -283,21 +290,11 @@ class SmoothnessMonitor:
         return readings
 
     def _reading(self, step: int, name: str, f: Map, X: Tensor) -> Reading:
-        tokens = _real_tokens(f, X)
+        # Padding neither attends nor is attended to.
+        padding = f.padding if isinstance(f, SelfAttention) else None
+        tokens = X.shape[0] if padding is None else int(padding.sum())
         if not X.isfinite().all():
             return _no_reading(step, name, tokens, Status.NON_FINITE.name.lower())
-        estimate = self._solve(name, f, X)
-        return Reading(
-            step=step,
-            layer=name,
-            sigma=estimate.value,
-            residual=estimate.residual,
-            tokens=tokens,
-            products=estimate.steps,
-            status=estimate.status.name.lower(),
-        )
-
-    def _solve(self, name: str, f: Map, X: Tensor) -> Estimate:
         done, start = self._remembered.get(name, (0, None))
         # Weights change little between steps, so the last vector is a very good start. It would
         # also follow its singular value after another one has grown larger: restart now and then.
@@ -307,7 +304,15 @@ class SmoothnessMonitor:
         estimate = as_single(spectral_norm(jacobian(f, X), self.tol, start=start, solver=solver))
         usable = math.isfinite(estimate.value) and estimate.value > 0
         self._remembered[name] = done + 1, estimate.right if usable else None
-        return estimate
+        return Reading(
+            step=step,
+            layer=name,
+            sigma=estimate.value,
+            residual=estimate.residual,
+            tokens=tokens,
+            products=estimate.steps,
+            status=estimate.status.name.lower(),
+        )
 
     def _record(self, step: int, readings: list[Reading]) -> None:
         """Write the readings to the table and the log, and raise the alarm where one is due."""
@@ -364,12 +369,6 @@ def _no_reading(step: int, layer: str, tokens: int, status: str) -> Reading:
     )
 
 
-def _real_tokens(f: Map, X: Tensor) -> int:
-    """The number of tokens without padding, which neither attends nor is attended to."""
-    padding = f.padding if isinstance(f, SelfAttention) else None
-    return X.shape[0] if padding is None else int(padding.sum())
-
-
 @contextmanager
 def _aside() -> Iterator[None]:
     """Disable gradients and autocast for the measurement, and restore the random state after it."""
@@ -398,22 +397,6 @@ def _warn(reading: Reading) -> None:
 
 def _on_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _check(every: int, max_sigma: float, tol: float) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UserError(f"every must be an integer number of steps, at least 1, got {every!r}")
-    if not _is_number(max_sigma) or not max_sigma > 0:
-        raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
-    if not _is_number(tol) or not 0 < tol < 1:
-        raise UserError(
-            f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}"
-        )
-
-
-def _check_step(number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
-        raise UserError(f"the number of a step must be an integer of at least 0, got {number!r}")
 
 
 def _is_number(x: object) -> bool:

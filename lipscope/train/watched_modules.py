@@ -231,7 +231,12 @@ class Frozen:
 
     def __call__(self, x: Tensor) -> Tensor:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        lent = {name: _lend(t, self.dtype) for name, t in tensors}
+        lent = {
+            name: t.detach().to(self.dtype, copy=True)
+            if t.is_floating_point()
+            else t.detach().clone()
+            for name, t in tensors
+        }
         args = tuple(x[None] if i == 0 else self._cast(arg) for i, arg in enumerate(self.call.args))
         kwargs = {key: self._cast(value) for key, value in self.call.kwargs.items()}
         with evaluating(self.module), uncompiled(self.module), own_pass():
@@ -348,11 +353,6 @@ def _read(module: nn.Module, call: RecordedCall) -> MeasuredMap:
         except UserError:  # it has no closed form
             pass
     return Frozen(module, call, dtype), X
-
-
-def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:

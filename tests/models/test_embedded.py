@@ -14,7 +14,10 @@ from lipscope.models import embedded
 from lipscope.models.loading import load
 from tests.models.zoo import make
 
-INSTALLED = embedded._installed() or Path("not installed")
+try:
+    INSTALLED = Path(str(metadata.distribution(embedded.PACKAGE).locate_file(embedded.INSIDE)))
+except metadata.PackageNotFoundError:
+    INSTALLED = Path("not installed")
 needs_wheel = pytest.mark.skipif(
     not INSTALLED.is_dir(), reason=f"needs {embedded.REVISION}, which make install brings"
 )
@@ -90,7 +93,7 @@ def test_a_wheel_with_other_weights_is_refused_and_not_kept(bare, monkeypatch):
 
 @needs_wheel
 def test_a_cached_file_that_changed_is_refused(bare):
-    place = embedded._cached()
+    place = embedded.cache_folder() / f"{embedded.PACKAGE}-{embedded.VERSION}"
     place.mkdir(parents=True)
     for name in embedded.FILES:
         (place / name).write_bytes((INSTALLED / name).read_bytes())

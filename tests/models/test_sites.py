@@ -1,6 +1,7 @@
 """Every scope of every family: its value is the module's own, its Jacobian the dense one."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +178,9 @@ def test_a_gate_before_the_output_projection_is_part_of_attention():
     expected = (joined * joined.sigmoid()) @ O.T + gate.bias.detach().double()
     torch.testing.assert_close(attention.value(), expected, rtol=1e-12, atol=1e-12)
     jacobian(attention.f, attention.X)
+
+
+def test_the_page_holds_every_scope_as_the_table_has_it():
+    page = (Path(__file__).parents[2] / "docs" / "scopes.md").read_text()
+    for name, scope in SCOPES.items():
+        assert f"| `{name}` | `{scope.formula}` | {scope.description} |" in page

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from lipscope._types import UserError
 from lipscope.models import tokenizers
 from lipscope.models.repository import open_tokenizer
-from lipscope.models.tokenizers import _extremes, encode
+from lipscope.models.tokenizers import encode
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "w"}, "content": "ww"}
 A = {"Sequence": {"id": "A", "type_id": 0}}
@@ -232,14 +232,3 @@ def test_half_of_a_surrogate_pair_is_not_a_text(tmp_path):
     found = open_tokenizer(written(tmp_path, json.dumps(tokenizer_file())))
     with pytest.raises(UserError, match=r"contains \\ud800 \(character 3\), half of a surrogate"):
         encode(found, "a \ud800", special_tokens=False, name="m")
-
-
-@pytest.mark.parametrize(
-    ("values", "kept"),
-    [
-        (["a", "long", "bc"], ["long"]), ([5, -3, 2], [-3, 5]), ([], []), ([True, 2], [True, 2]),
-        ([1, "a"], [1, "a"]), ([["a"], ["b"]], [["a"], ["b"]]),
-    ],
-)  # fmt: skip
-def test_of_many_values_those_that_a_limit_concerns_are_checked(values, kept):
-    assert _extremes(values) == kept

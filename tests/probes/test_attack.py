@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 from lipscope._types import UserError
 from lipscope.attack.search import fresh_seed
-from lipscope.attack.tokens import guided_swaps, random_swaps
+from lipscope.attack.tokens import guided_swaps
 from lipscope.cli import main
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import spectral_norm
@@ -27,20 +27,7 @@ from lipscope.study.study import merge_directories as merge
 def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, capsys):
     text, out = tmp_path / "prose.txt", tmp_path / "study"
     text.write_text(prose)
-    options = [
-        "--kind",
-        kind,
-        "--text",
-        str(text),
-        "--layers",
-        "1",
-        "--length",
-        "6",
-        "--swaps",
-        "1",
-        "--out",
-        str(out),
-    ]
+    options = f"--kind {kind} --text {text} --layers 1 --length 6 --swaps 1 --out {out}".split()
     assert main(["attack", tiny, *options]) == 0
     assert "found" in capsys.readouterr().out
     rows = [r for r in Study.open(out).rows if r.probe.startswith(f"{PROBE}{kind}")]
@@ -114,16 +101,6 @@ def test_the_change_of_the_output_is_that_of_the_model_and_its_slope_is_right(mo
     difference = (t.slope(E + h * D)[0] - t.slope(E - h * D)[0]) / (2 * h)
     assert value == pytest.approx((two - one).norm().item())
     assert (gradient * D).sum().item() == pytest.approx(difference, rel=1e-4)
-
-
-@pytest.mark.wide
-def test_guided_swaps_change_the_output_more_than_random_ones(model, prose):
-    ids = model.encode(prose)[:6]
-    t = output_change(model, ids)
-    value, direction = t.slope(t.embedding[torch.tensor(ids)])
-    assert value == 0 and direction.norm() > 0
-    found = guided_swaps(t, ids, 2)
-    assert found.value >= random_swaps(t, ids, 2, tries=found.measured - 1, seed=1).value > 0
 
 
 def test_special_tokens_are_not_put_into_a_text(model):
@@ -201,6 +178,7 @@ def test_ctrl_c_keeps_what_token_attacks_found(tiny, prose, tmp_path, capsys, mo
     assert [row.probe for row in rows] == [f"{PROBE}tokens, gradient"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["construction", "tokens"])
 def test_workers_and_shards_give_the_same_rows(kind, tiny, prose, tmp_path):
     plan = AttackPlan(kind, length=6, swaps=1)

@@ -54,35 +54,9 @@ def test_a_larger_ball_has_larger_bounds(tiny, prose, audited):
 def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_path, capsys):
     text, out = tmp_path / "prose.txt", tmp_path / "study"
     text.write_text(prose)
-    words = [
-        "bounds",
-        tiny,
-        "--text",
-        str(text),
-        "--layers",
-        "0",
-        "--lengths",
-        "8",
-        "--out",
-        str(out),
-    ]
-    assert (
-        main(
-            [
-                "measure",
-                tiny,
-                "--text",
-                str(text),
-                "--samples",
-                "1",
-                "--lengths",
-                "8",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    shared = f"{tiny} --text {text} --lengths 8 --out {out}"
+    words = f"bounds {shared} --layers 0".split()
+    assert main(f"measure {shared} --samples 1".split()) == 0
     before = len(Study.open(out).rows)
     capsys.readouterr()
     assert main(words) == 0
@@ -132,6 +106,7 @@ def test_bad_input_is_told_in_a_line(tiny, options, says, tmp_path, prose, capsy
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_workers_and_shards_give_the_same_rows(tiny, prose, tmp_path):
     asked = {"lengths": (8,), "samples": 2, "climb": SHORT}
 

@@ -130,29 +130,6 @@ def test_trainer_stops_at_the_alarm(tmp_path, capsys):
     assert [step for step, _, _ in losses] == [1, 2]
 
 
-def test_without_the_restored_flag_the_trainer_would_lose_its_line(tmp_path, capsys):
-    """The trap itself, so that the test above is known to be able to fail."""
-
-    class Careless(TrainerCallback):
-        def on_step_end(self, args, state, control, **unused):
-            careless.log({"x": 1.0})
-
-    torch.manual_seed(0)
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-    )
-    careless = Trainer(Reconstruction("gpt2"), arguments, train_dataset=texts())
-    careless.add_callback(Careless())
-    careless.train()
-    assert not any("loss" in line for line in careless.state.log_history)
-
-
 def lightning_run(folder, monitored, accumulate=1, **options):
     import pytorch_lightning as pl
     from pytorch_lightning.loggers import CSVLogger

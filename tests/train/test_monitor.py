@@ -336,7 +336,7 @@ def test_what_is_wrong_is_said(tmp_path):
         for told in (monitor.step, monitor.before):
             with (
                 unchecked(),
-                pytest.raises(ls.UserError, match="the number of a step must be an integer"),
+                pytest.raises(ls.UserError, match="the number of a step must be a whole number"),
             ):
                 told(number)
     model(batches(1)[0])

@@ -1,7 +1,6 @@
 """Watched layers: their map at the tokens they read, for all masks, arguments and wrappers."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -13,7 +12,7 @@ from lipscope.nn.attention_layer import CosineSelfAttention, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
-from tests.train.watched import DIM, HEADS, TOKENS, Small, batches, dense_norm
+from tests.train.watched import DIM, HEADS, TOKENS, batches, dense_norm
 
 
 @pytest.mark.parametrize(
@@ -198,14 +197,3 @@ def test_a_batch_as_large_as_its_sequences_is_ambiguous_only_where_it_matters():
     model(X, src_mask=torch.zeros(TOKENS, TOKENS))
     with pytest.warns(SmoothnessWarning, match="one row per sample or one per token"):
         monitor.step()
-
-
-def test_a_copy_or_a_file_of_a_watched_model_is_a_plain_model():
-    model = Small()
-    monitor = SmoothnessMonitor(model)
-    twin = copy.deepcopy(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    twin(batches(1)[0])
-    with pytest.warns(SmoothnessWarning, match="did not run"):
-        assert monitor.step() == []

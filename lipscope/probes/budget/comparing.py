@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -278,26 +277,10 @@ class RunComparison:
         return f"RunComparison: {self.sentence()}"
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th>{text}</th>" for text in ("state", "observed", "predicted", "ratio", "limit")
-        )
-        lines = "".join(
-            "<tr>"
-            + "".join(
-                f"<td>{escape(cell)}</td>"
-                for cell in (
-                    s.name,
-                    f"{s.observed:.2e}",
-                    f"{s.predicted:.2e}",
-                    f"{s.ratio:.2f}",
-                    f"{s.limit:.2f}",
-                )
-            )
-            + "</tr>"
-            for s in self.states
-        )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-        return f"<div><p>{escape(self.sentence())}</p>{table}</div>"
+        from lipscope.report.budgets import comparison_table
+        from lipscope.report.study_table import terminal_html
+
+        return terminal_html(comparison_table(self))
 
 
 @entry_point
@@ -378,19 +361,24 @@ def check_run(
         )
     if recorded is None:
         run = _runner(b, reference, format, inputs)
-        name = format or _format_of(run.dtype)
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        name = format or names.get(run.dtype, str(run.dtype).removeprefix("torch."))
         runs = [_states_of(run, row) for row in reference.sequences]
         found = [states for states, _ in runs]
         before = not all(final for _, final in runs)
         own = run.attention
         buffers = {key: x.dtype for key, x in run.module.named_buffers() if is_float(x)}
     else:
-        name = format or _known(recorded.format)
+        name = format or recorded.format
         _check_recorded(reference, recorded, expected)
         found = [[h[i : i + 1] for h in recorded.states] for i in range(len(recorded.states[0]))]
         own = reference.own
         before = True
         buffers = None
+    if name not in DTYPES:
+        raise UserError(
+            f"the run is in {name}, which has no budget; give format, one of {', '.join(DTYPES)}"
+        )
     _check_shapes(expected, found)
     low = replace(reference, own=own).in_dtype(DTYPES[name], buffers)
     budgets, exact = state_budgets(
@@ -472,14 +460,6 @@ def _check_prediction(row: StateRatio, budget: StateBudget) -> None:
         )
 
 
-def _known(format: str) -> str:
-    if format not in DTYPES:
-        raise UserError(
-            f"the run is in {format}, which has no budget; give format, one of {', '.join(DTYPES)}"
-        )
-    return format
-
-
 def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: Inputs) -> Subject:
     """The second model, ready to run the sequences of the first."""
     if isinstance(b, Path):
@@ -522,11 +502,6 @@ def _errors_said(run: Subject) -> Iterator[None]:
             f"{type(run.module).__name__} does not run in {kind} on these inputs "
             f"({on_one_line(error)}); if it is not a model of transformers, {HOW}"
         ) from error
-
-
-def _format_of(dtype: torch.dtype) -> str:
-    names = {d: name for name, d in DTYPES.items()}
-    return _known(names.get(dtype, str(dtype).removeprefix("torch.")))
 
 
 def _check_recorded(reference: Subject, run: RecordedRun, expected: list[list[torch.Size]]) -> None:

@@ -74,11 +74,6 @@ class Settings:
     observe: bool
     seed: int
 
-    def seed_of(self, b: int) -> int:
-        """A seed of its own for every sequence, so that runs can resume at any of them."""
-        name = f"lipscope budget {self.seed} {b}"
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-
     def key(self, b: int, n: int, format: str) -> str:
         """The key of a part in the study."""
         return json.dumps([*asdict(self).values(), b, n, format])

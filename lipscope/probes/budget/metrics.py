@@ -75,11 +75,8 @@ def of_sums(squares: Tensor, spread: Tensor | None) -> Interval:
     # the difference one sequence would get K + 2 degrees of freedom for its K squares.
     freedom = 2 * max(value**2 - variance, value**2 / 3) / variance
     known = min(max((K - FEW) / (MANY - FEW), 0.0), 1.0)
-    return around(value, K + known * (freedom - K))
-
-
-def around(value: float, freedom: float) -> Interval:
-    """The interval of an estimate that is distributed like chi^2 / nu."""
+    freedom = K + known * (freedom - K)
+    # The estimate is distributed like chi^2 / nu.
     tail = (1 - LEVEL) / 2
     return Interval(
         value,

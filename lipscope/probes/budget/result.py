@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,27 +222,10 @@ class ErrorBudget:
         return f"ErrorBudget of {self.model} ({self.metric}): " + "; ".join(lines)
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th>{text}</th>"
-            for text in ("format", "predicted", "95 %", "observed", "second order", "largest site")
-        )
-        lines = ""
-        for name, t in self.totals.items():
-            largest = max((r for r in self.rows if r.format == name), key=lambda r: r.share)
-            seen = f"{self.observed[name]:.3g}" if name in self.observed else "–"
-            cells = (
-                name,
-                f"{t.value:.3g}",
-                f"[{t.low:.3g}, {t.high:.3g}]",
-                seen,
-                f"{self.second_order[name]:.0%}",
-                f"{largest.site} ({largest.share:.0%})",
-            )
-            lines += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-        title = f"<strong>{escape(self.model)}</strong>: predicted error ({escape(self.metric)})"
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.warnings())
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-        return f"<div><p>{title}</p>{table}{notes}</div>"
+        from lipscope.report.budgets import budget_table
+        from lipscope.report.study_table import terminal_html
+
+        return terminal_html(budget_table(self))
 
     def _check(self, format: str) -> None:
         if format not in self.totals:

@@ -37,7 +37,6 @@ from lipscope.probes.budget.subject import (
     Subject,
     arithmetic,
     hidden_states,
-    layers_entered,
     with_last,
 )
 from lipscope.probes.budget.tracing import (
@@ -73,14 +72,6 @@ class Rounding:
     def name(self) -> str:
         """The name of the site: all operations of a kind in a layer are one."""
         return f"{'other' if self.layer is None else f'layer {self.layer}'} {self.kind}"
-
-    @property
-    def aligned(self) -> bool:
-        """Whether the errors of the entries may have a common sign.
-
-        The weights of a norm lie close to 1 and all round to 1. Matrices have entries of all sizes.
-        """
-        return self.kind == WEIGHT and self.exact.ndim == 1
 
 
 class RoundingTrace(TorchFunctionMode):
@@ -342,18 +333,34 @@ class Followed:
 def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
     """Run a sample in low precision and follow it by the reference."""
     trace = RoundingTrace(low.dtype, reference.dtype)
-    for (name, rounded), (_, stored) in zip(_tensors(low), _tensors(reference), strict=True):
+    pairs = zip(_tensors(low), _tensors(reference), strict=True)
+    for (name, rounded), (_, stored) in pairs:
         trace.note_stored(rounded, stored, reference.layer_of(name))
-    sample = _rounded_inputs(trace, low, sample)
+    inputs = {"": sample} if isinstance(sample, Tensor) else sample.arguments
+    given = {name: low.cast(x) for name, x in inputs.items()}
+    for name, x in inputs.items():
+        if x.is_floating_point():  # images and sounds are rounded on the way
+            trace.note_stored(given[name], x.to(trace.high), None, kind="input")
+    sample = given[""] if isinstance(sample, Tensor) else replace(sample, arguments=given)
     with (
         using_attention(low.module, low.attention),
-        layers_entered(low, partial(setattr, trace, "layer")),
-        hidden_states(low) as seen,
+        hidden_states(low, partial(setattr, trace, "layer")) as seen,
         _attention_as_one(trace) if low.attention == NAME else nullcontext(),
         torch.enable_grad(),
         trace,
     ):
-        output = _run(trace, low, sample)
+        try:
+            output = low.run(sample)
+        except RuntimeError:
+            try:
+                with trace.paused():
+                    low.run(sample)
+            except RuntimeError as error:
+                kind = str(low.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{low.name} does not run in {kind} ({on_one_line(error)})"
+                ) from error
+            raise  # it runs, but not when it is followed
     states = with_last(seen, output)
     return Followed(
         output=tree_map(lambda x: trace.exact(x) if is_float(x) else x, output),
@@ -367,41 +374,6 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
             else (trace.exact(seen[-1]), seen[-1].detach())
         ),
     )
-
-
-def _rounded_inputs(trace: RoundingTrace, low: Subject, sample: Sample) -> Sample:
-    """The sample as the low-precision run reads it; images and sounds are rounded on the way."""
-
-    def rounded(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        given = low.cast(x)
-        trace.note_stored(given, x.to(trace.high), None, kind="input")
-        return given
-
-    if isinstance(sample, Tensor):
-        return rounded(sample)
-    return replace(sample, arguments={k: rounded(x) for k, x in sample.arguments.items()})
-
-
-def _tensors(subject: Subject) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers in floating point, by name."""
-    tensors = [*subject.module.named_parameters(), *subject.module.named_buffers()]
-    return [(name, x) for name, x in tensors if is_float(x)]
-
-
-def _run(trace: RoundingTrace, low: Subject, sample: Sample) -> Any:
-    """The output of the run that `trace` follows, or an error if there is no such run."""
-    try:
-        return low.run(sample)
-    except RuntimeError:
-        try:
-            with trace.paused():
-                low.run(sample)
-        except RuntimeError as error:
-            kind = str(low.dtype).removeprefix("torch.")
-            raise UserError(f"{low.name} does not run in {kind} ({on_one_line(error)})") from error
-        raise
 
 
 @contextmanager
@@ -420,6 +392,12 @@ def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
 
     with listening(attend_once):
         yield
+
+
+def _tensors(subject: Subject) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers in floating point, by name."""
+    tensors = [*subject.module.named_parameters(), *subject.module.named_buffers()]
+    return [(name, x) for name, x in tensors if is_float(x)]
 
 
 def squared_errors(
@@ -447,7 +425,9 @@ def squared_errors(
     for r, g in zip(roundings, found, strict=True):
         product = none[:, None] if g is None else _parts(g) * _parts(r.error[None])
         sums.append(product.sum(dim=1))
-        together = aligned and r.aligned
+        # The weights of a norm lie close to 1 and may all round to 1, with one sign. Matrices have
+        # entries of all sizes.
+        together = aligned and r.kind == WEIGHT and r.exact.ndim == 1
         squares.append(sums[-1].square() if together else product.square().sum(dim=1))
     # One transfer for all of them: each one would wait for the device.
     both = torch.stack([torch.stack(squares, dim=1), torch.stack(sums, dim=1)]).double().cpu()

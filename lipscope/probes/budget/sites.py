@@ -27,8 +27,9 @@ from lipscope.probes.budget.subject import (
     Sample,
     Subject,
     changing_cache,
+    hidden_states,
     last_hidden,
-    layers_entered,
+    own_node,
 )
 from lipscope.probes.budget.tracing import Connected, batches, gradients
 from lipscope.probes.budget.weights import Weight, is_linear
@@ -138,23 +139,24 @@ def _graph(
     names = {w.part: w.name for w in weights if w.part is not None and is_linear(w.part)}
 
     def take_input(found: Captured) -> RecordedCall:
-        # A node of its own: the gradient must not include other uses of the same tensor.
-        x = found.value.hidden
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        node = x.view_as(x)
+        node = own_node(found.value.hidden)
         graph.inputs.append((ErrorSite(names[found.module], layer[0], "activation"), node))
         return found.value.at(node)
+
+    def take_cache(number: int, kind: str, x: Tensor, call: AttentionCall) -> Tensor:
+        node = graph.cache[number, kind] = own_node(x)
+        return node
 
     for w in weights:
         w.parameter.requires_grad_(True)
     try:
         with ExitStack() as stack:
             if any(f.activation for f in formats):
-                stack.enter_context(layers_entered(subject, partial(layer.__setitem__, 0)))
+                stack.enter_context(hidden_states(subject, partial(layer.__setitem__, 0)))
                 stack.enter_context(capture(dict.fromkeys(names, "input"), take_input))
             if any(f.cache for f in formats):
                 check_routed(subject)
-                stack.enter_context(changing_cache(_take_cache(graph)))
+                stack.enter_context(changing_cache(take_cache))
             # Also for code that asks whether gradients are enabled, as attention does.
             with subject.ready(), torch.enable_grad(), Connected():
                 graph.output = subject.run(sample)
@@ -171,18 +173,6 @@ def check_routed(subject: Subject) -> None:
             f"{subject.name} does not call transformers' attention interface, so its keys and "
             "values cannot be reached; leave the kv formats out"
         )
-
-
-def _take_cache(graph: _Graph) -> Any:
-    def change(call: AttentionCall) -> AttentionCall:
-        number = len(graph.cache) // 2
-        parts = {}
-        for kind, x in (("key", call.k), ("value", call.v)):
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            parts[kind] = graph.cache[number, kind] = x.view_as(x)
-        return replace(call, k=parts["key"], v=parts["value"])
-
-    return change
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,23 +259,15 @@ STACKED = 4096
 
 def exact_outputs(subject: Subject, metric: Metric) -> list[Tensor]:
     """What the metric reads in the reference, per sequence."""
-    with torch.no_grad(), subject.ready():
-        if _stackable(subject, metric):
-            return list(metric.read(subject.run(torch.cat(_ids(subject)))).split(1))
-        return [metric.read(subject.run(sample)) for sample in subject.sequences]
-
-
-def _stackable(subject: Subject, metric: Metric) -> bool:
-    """Whether all sequences can run as one batch whose outputs come apart again."""
-    shapes = {ids.shape for ids in _ids(subject)}
+    ids = [sample for sample in subject.sequences if isinstance(sample, Tensor)]
+    # Whether all sequences can run as one batch whose outputs come apart again.
     plain = metric.divergence or metric.read is last_hidden
     exact = subject.routed and subject.dtype == torch.float64
-    return plain and exact and len(shapes) == 1 and subject.tokens <= STACKED
-
-
-def _ids(subject: Subject) -> list[Tensor]:
-    """The token ids of all samples; none if the model reads something else."""
-    return [sample for sample in subject.sequences if isinstance(sample, Tensor)]
+    alike = len({row.shape for row in ids}) == 1
+    with torch.no_grad(), subject.ready():
+        if plain and exact and alike and subject.tokens <= STACKED:
+            return list(metric.read(subject.run(torch.cat(ids))).split(1))
+        return [metric.read(subject.run(sample)) for sample in subject.sequences]
 
 
 def outputs_in(
@@ -299,7 +281,8 @@ def outputs_in(
     if format.dtype is not None:
         low = subject if subject.dtype == format.dtype else subject.in_dtype(format.dtype)
         return exact_outputs(low, metric)
-    return _outputs(subject, format, metric, only, embeddings=embeddings)
+    with _errors(subject, format, only, embeddings=embeddings):
+        return exact_outputs(subject, metric)
 
 
 def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> float:
@@ -326,10 +309,11 @@ def second_order(
         products: <v, J e> of every probe v that is drawn with `seed`.
     """
     kept: dict[int, Tensor] = {}
-    (exact,), (made,) = (
-        _outputs(subject, format, metric, None, strength, kept, embeddings)
-        for strength in (0.0, 1.0)
-    )
+    runs = []
+    for strength in (0.0, 1.0):
+        with _errors(subject, format, None, strength, kept, embeddings):
+            runs += exact_outputs(subject, metric)
+    exact, made = runs
     generator = torch.Generator().manual_seed(seed)
     v = torch.stack([metric.probe(exact, generator) for _ in products])
     seen = (v * (made - exact)).reshape(len(v), -1).sum(dim=1).double().cpu()
@@ -347,24 +331,13 @@ def first_order_errors(
     found = []
     for sample in subject.sequences:
         one = replace(subject, sequences=(sample,))
-        kept = dict[int, Tensor]()
-        _outputs(one, format, metric, only, 0.0, kept)
-        (up,), (down,) = (_outputs(one, format, metric, only, s, kept) for s in (step, -step))
-        found.append((up - down) / (2 * step))
+        kept: dict[int, Tensor] = {}
+        runs = []
+        for strength in (0.0, step, -step):
+            with _errors(one, format, only, strength, kept):
+                runs += exact_outputs(one, metric)
+        found.append((runs[1] - runs[2]) / (2 * step))
     return found
-
-
-def _outputs(
-    subject: Subject,
-    format: Format,
-    metric: Metric,
-    only: ErrorSite | None,
-    strength: float = 1.0,
-    kept: dict[int, Tensor] | None = None,
-    embeddings: bool = False,
-) -> list[Tensor]:
-    with _errors(subject, format, only, strength, kept, embeddings):
-        return exact_outputs(subject, metric)
 
 
 @contextmanager
@@ -372,9 +345,9 @@ def _errors(
     subject: Subject,
     format: Format,
     only: ErrorSite | None,
-    strength: float,
-    kept: dict[int, Tensor] | None,
-    embeddings: bool,
+    strength: float = 1.0,
+    kept: dict[int, Tensor] | None = None,
+    embeddings: bool = False,
 ) -> Iterator[None]:
     """Make the errors of a format in the runs inside."""
     calls = count()
@@ -388,14 +361,27 @@ def _errors(
             kept[call] = quantise(x) - x
         return x + strength * kept[call]
 
+    def change_cache(number: int, kind: str, x: Tensor, call: AttentionCall) -> Tensor:
+        assert format.cache is not None
+        y = change(format.cache, x)
+        if only is None:
+            return y
+        sites = cache_sites(subject, number % len(subject.attending), kind, x.shape[1])
+        keep = torch.tensor([site == only for site in sites], device=x.device)
+        return torch.where(keep[:, None, None], y, x)
+
     inputs: dict[nn.Module, str] = {}
     with ExitStack() as stack:
         for w in weights_of(subject, [format], embeddings):
-            if format.weight and _chosen(only, w.name, "weight"):
-                stack.enter_context(_rounded(w, format.weight, strength))
-            part = w.part if is_linear(w.part) else None
-            if format.activation and part is not None and _chosen(only, w.name, "activation"):
-                inputs[part] = "input"
+            if format.weight and (only is None or (only.name, only.kind) == (w.name, "weight")):
+                stack.callback(setattr, w.parameter, "data", w.parameter.data)
+                w.parameter.data = w.parameter.data + strength * w.error(format.weight)
+            if (
+                w.part is not None
+                and is_linear(w.part)
+                and (only is None or (only.name, only.kind) == (w.name, "activation"))
+            ):
+                inputs[w.part] = "input"
         if format.activation and inputs:
             rounded = partial(change, format.activation)
             stack.enter_context(
@@ -403,41 +389,5 @@ def _errors(
             )
         if format.cache:
             check_routed(subject)
-            stack.enter_context(_rounded_cache(subject, partial(change, format.cache), only))
+            stack.enter_context(changing_cache(change_cache))
         yield
-
-
-@contextmanager
-def _rounded(weight: Weight, quantise: Quantiser, strength: float) -> Iterator[None]:
-    kept = weight.parameter.data
-    weight.parameter.data = kept + strength * weight.error(quantise)
-    try:
-        yield
-    finally:
-        weight.parameter.data = kept
-
-
-@contextmanager
-def _rounded_cache(
-    subject: Subject, change_one: Quantiser, only: ErrorSite | None
-) -> Iterator[None]:
-    calls = count()
-
-    def change(call: AttentionCall) -> AttentionCall:
-        number = next(calls) % len(subject.attending)
-        parts = {}
-        for kind, x in (("key", call.k), ("value", call.v)):
-            y = change_one(x)
-            if only is not None:
-                sites = cache_sites(subject, number, kind, x.shape[1])
-                keep = torch.tensor([site == only for site in sites], device=x.device)
-                y = torch.where(keep[:, None, None], y, x)
-            parts[kind] = y
-        return replace(call, k=parts["key"], v=parts["value"])
-
-    with changing_cache(change):
-        yield
-
-
-def _chosen(only: ErrorSite | None, name: str, kind: str) -> bool:
-    return only is None or (only.name, only.kind) == (name, kind)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,11 @@ def read_subject(
     else:
         model, module = _opened(source, head)
         own = own_attention(model.trunk)
-        rows = [] if inputs is None else _whole_inputs(model, inputs)
+        rows = []
+        if inputs is not None:
+            whole = read_whole(model, inputs=inputs)
+            assert isinstance(whole, FixedInputs)
+            rows = [NamedInputs(whole.arguments([i]), n) for i, n in enumerate(whole.lengths)]
         if not rows and model.trunk.main_input_name != "input_ids":
             raise UserError(
                 f"{model.card.name} reads {model.trunk.main_input_name}, not text; give it from "
@@ -213,7 +218,8 @@ def read_subject(
         if model is not None:
             for row in ids:
                 model.check_inputs({"input_ids": row})
-            warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
+            if model.tokenizer is not None:
+                warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
         rows = [row.to(device) for row in ids]
     subject = Subject(
         module=module,
@@ -257,15 +263,10 @@ def with_layers(subject: Subject) -> Subject:
     """Find the layers of a model, and how it uses its parameters, in one run."""
     sample = subject.sequences[0]
     data = [sample] if isinstance(sample, Tensor) else list(sample.arguments.values())
-    found: list[tuple[list[nn.Module], list[int]]] = []
-
-    def run() -> None:
-        found.append(block_calls(subject.module, lambda: subject.run(sample)))
-
+    run = partial(block_calls, subject.module, partial(subject.run, sample))
     with subject.ready():
-        uses = find_uses(subject.module, data, run)
+        uses, (layers, attending) = find_uses(subject.module, data, run)
     names = {part: name for name, part in subject.module.named_modules()}
-    layers, attending = found[0]
     return replace(
         subject,
         layers=tuple(names[block] for block in layers),
@@ -315,13 +316,6 @@ def length_of(sample: Sample) -> int:
     return sample.shape[1] if isinstance(sample, Tensor) else sample.length
 
 
-def _whole_inputs(model: Model, inputs: Any) -> list[Sample]:
-    """The rows of what a model of transformers reads in place of text, checked."""
-    whole = read_whole(model, inputs=inputs)
-    assert isinstance(whole, FixedInputs)
-    return [NamedInputs(whole.arguments([i]), n) for i, n in enumerate(whole.lengths)]
-
-
 def _rows_of(inputs: Any) -> list[Sample]:
     """The rows of what a module of any kind reads."""
     given = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
@@ -361,36 +355,30 @@ def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def layers_entered(subject: Subject, enter: Callable[[int | None], Any]) -> Iterator[None]:
-    """Call `enter` with the number of every layer that runs inside, and with None behind it."""
+def hidden_states(
+    subject: Subject, enter: Callable[[int | None], Any] = lambda layer: None
+) -> Iterator[list[Tensor]]:
+    """Collect the input of the first block and the output of every block of the runs inside.
+
+    `enter` is called with the number of every layer that runs, and with None behind it.
+    """
+    states: list[Tensor] = []
     calls = count()
     depth = 0
 
     def visit(found: Captured) -> None:
         nonlocal depth
         if found.side == "input":
+            if not states:
+                states.append(found.value.hidden)
             if depth == 0:
                 enter(next(calls) % len(subject.layers))
             depth += 1
             return
+        states.append(first_tensor(found.value))
         depth -= 1
         if depth == 0:
             enter(None)
-
-    with capture(dict.fromkeys(subject.blocks, "both"), visit):
-        yield
-
-
-@contextmanager
-def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
-    """Collect the input of the first block and the output of every block of the runs inside."""
-    states: list[Tensor] = []
-
-    def visit(found: Captured) -> None:
-        if found.side == "output":
-            states.append(first_tensor(found.value))
-        elif not states:
-            states.append(found.value.hidden)
 
     with capture(dict.fromkeys(subject.blocks, "both"), visit):
         yield states
@@ -398,15 +386,15 @@ def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
 
 def last_hidden(output: Any) -> Tensor:
     """The tokens that a trunk returns."""
-    found = getattr(output, "last_hidden_state", None)
-    if isinstance(output, Mapping):
-        found = output.get("last_hidden_state")
-    if not has_tokens(output if found is None else found):
+    by_name = output.get if isinstance(output, Mapping) else partial(getattr, output)
+    found = by_name("last_hidden_state", None)
+    found = output if found is None else found
+    if not has_tokens(found):
         raise UserError(
             f"the output of the model, {type(output).__name__}, holds no floating-point numbers to "
             "compare; pass metric=function, which returns them"
         )
-    return first_tensor(output if found is None else found)
+    return first_tensor(found)
 
 
 def with_last(states: list[Tensor], output: Any) -> list[Tensor]:
@@ -416,10 +404,25 @@ def with_last(states: list[Tensor], output: Any) -> list[Tensor]:
 
 
 @contextmanager
-def changing_cache(change: Callable[[AttentionCall], AttentionCall]) -> Iterator[None]:
-    """Replace the arguments of every attention call of the runs inside."""
-    with listening(lambda call: change(call).output()):
+def changing_cache(change: Callable[[int, str, Tensor, AttentionCall], Tensor]) -> Iterator[None]:
+    """Replace the keys and values of the runs inside by change(number of the call, kind, x, call).
+
+    kind: "key" or "value"
+    """
+    calls = count()
+
+    def visit(call: AttentionCall) -> Tensor:
+        number = next(calls)
+        k = change(number, "key", call.k, call)
+        return replace(call, k=k, v=change(number, "value", call.v, call)).output()
+
+    with listening(visit):
         yield
+
+
+def own_node(x: Tensor) -> Tensor:
+    """A node of its own in the graph: its gradient does not include other uses of the tensor."""
+    return (x if x.requires_grad else x.detach().requires_grad_()).view_as(x)
 
 
 def _opened(source: Source, head: bool) -> tuple[Model, nn.Module]:

@@ -10,7 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -179,27 +179,23 @@ def gradients(
         used[:] = [g is not None for g in found]
         return tuple(g for g in found if g is not None)
 
+    found: Sequence[Tensor] | None = None
     # In float32 and below attention may run on kernels that do not take a batch of gradients.
     if len(probes[0]) > 1 and all(y.dtype == torch.float64 for y in outputs):
+        # Otherwise an operation cannot be batched at all, or there is too little memory.
+        with suppress(RuntimeError), warnings.catch_warnings():
+            # Operations without a batching rule run one probe after another; that is all.
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            found = torch.func.vmap(one)(*probes)
+    if found is None:
         try:
-            with warnings.catch_warnings():
-                # Operations without a batching rule run one probe after another; that is all.
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                return _placed(torch.func.vmap(one)(*probes), used)
-        except RuntimeError:
-            pass  # an operation that cannot be batched at all, or too little memory
-    try:
-        parts = zip(*(one(*v) for v in zip(*probes, strict=True)), strict=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # a function without a derivative, gradient checkpointing
-        raise UserError(
-            f"the model cannot be differentiated ({on_one_line(error)}); run it without that"
-        ) from error
-    return _placed([torch.stack(part) for part in parts], used)
-
-
-def _placed(found: Sequence[Tensor], used: list[bool]) -> list[Tensor | None]:
-    """The gradients in the order of the tensors, with None for unused ones."""
+            parts = zip(*(one(*v) for v in zip(*probes, strict=True)), strict=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a function without a derivative, gradient checkpointing
+            raise UserError(
+                f"the model cannot be differentiated ({on_one_line(error)}); run it without that"
+            ) from error
+        found = [torch.stack(part) for part in parts]
     rest = iter(found)
     return [next(rest) if hit else None for hit in used]

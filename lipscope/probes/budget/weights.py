@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lipscope.probes.budget.formats import Quantiser
 from lipscope.probes.budget.tracing import storage_of
 
 Dims = tuple[int, ...]
+T = TypeVar("T")
 
 PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "mv": 0, "dot": 0} | {
     "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1
@@ -226,8 +227,8 @@ def _copied(source: _View, x: Tensor, dims: list[int | None], copy: Tensor) -> _
     return _View(source.name, tuple(layout))
 
 
-def find_uses(module: nn.Module, data: Sequence[Tensor], run: Callable[[], Any]) -> Uses:
-    """Run a module once, and read how it uses its parameters."""
+def find_uses(module: nn.Module, data: Sequence[Tensor], run: Callable[[], T]) -> tuple[Uses, T]:
+    """How a module uses its parameters in a run, and what the run returns."""
     parameters = dict(module.named_parameters())
     named = module.named_modules(remove_duplicate=False)
     layers = {f"{name}.weight" for name, part in named if _dims_of(part) is not None}
@@ -238,11 +239,11 @@ def find_uses(module: nn.Module, data: Sequence[Tensor], run: Callable[[], Any])
         part.requires_grad_(True)
     try:
         with torch.set_grad_enabled(bool(fused)), trace:
-            run()
+            result = run()
     finally:
         for part in fused:
             part.requires_grad_(False)
-    return trace.uses
+    return trace.uses, result
 
 
 def find_weights(module: nn.Module, uses: Uses, embeddings: bool = False) -> list[Weight]:

@@ -7,9 +7,8 @@ is at most sum_s sigma_s |e_s|, whatever the signs of the errors e_s.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from lipscope.probes.budget.sites import (
     weights_of,
     whole,
 )
-from lipscope.probes.budget.subject import Sample, Subject, changing_cache
+from lipscope.probes.budget.subject import Sample, Subject, changing_cache, own_node
 from lipscope.probes.budget.tracing import Connected
 from lipscope.probes.budget.weights import Weight, is_linear
 
@@ -170,6 +169,14 @@ def places_of(
             )
         return node
 
+    def take_cache(number: int, kind: str, x: Tensor, call: AttentionCall) -> Tensor:
+        node = own_node(x)
+        sites = cache_sites(subject, number, kind, x.shape[1])
+        with graph.paused():
+            errors = {f.name: f.cache(x.detach()) - x.detach() for f in caches if f.cache}
+            places.append(Place(sites, node, x.detach(), errors, call=call))
+        return node
+
     if caches:
         check_routed(subject)
     try:
@@ -178,31 +185,9 @@ def places_of(
             subject.ready(),
             torch.enable_grad(),
             graph,
-            changing_cache(_cache(subject, places, caches, graph)),
+            changing_cache(take_cache) if caches else nullcontext(),
         ):
             output = subject.run(sample)
         yield places, output
     finally:
         subject.module.requires_grad_(False)
-
-
-def _cache(
-    subject: Subject, places: list[Place], formats: list[Format], graph: Connected
-) -> Callable[[AttentionCall], AttentionCall]:
-    calls = count()
-
-    def change(call: AttentionCall) -> AttentionCall:
-        number = next(calls)
-        if not formats:
-            return call
-        parts = {}
-        for kind, x in (("key", call.k), ("value", call.v)):
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            node = parts[kind] = x.view_as(x)
-            sites = cache_sites(subject, number, kind, x.shape[1])
-            with graph.paused():
-                errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
-                places.append(Place(sites, node, x.detach(), errors, call=call))
-        return replace(call, k=parts["key"], v=parts["value"])
-
-    return change

@@ -80,3 +80,23 @@ def test_a_format_of_the_users_own_is_checked():
     (bad,) = read_formats({"bad": lambda x: x[:1]})
     with pytest.raises(UserError, match="'bad' must return a tensor of the shape"):
         bad.weight(W)
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "int8", "int3", "kv8", "kv4", "w4a8", "w8a4", "w3a3"]
+)
+def test_the_step_of_a_format_is_its_largest_error(name):
+    f = read_format(name)
+    x = torch.linspace(-1, 1, 4001, dtype=torch.float64)
+    if f.dtype is not None:
+        error = ((x.to(f.dtype).double() - x) / x.abs().clamp_min(1e-3)).abs().max()
+    else:
+        used = [q for q in (f.weight, f.activation, f.cache) if q]
+        # An affine format has all its numbers between the smallest and the largest entry.
+        error = max((q(x) - x).abs().max() for q in used) / (2 if f.cache else 1)
+    assert 0.9 * f.step <= error <= f.step * (1 + 1e-9)
+
+
+def test_the_step_of_a_function_is_not_known():
+    (own,) = read_formats({"own": lambda w: 3 * w})
+    assert own.step == torch.inf

@@ -116,6 +116,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         priced(out=tmp_path, seed=1)
 
 
+@pytest.mark.wide
 def test_workers_and_shards_give_the_same_numbers(tmp_path):
     model = ls.load(save_tiny(tmp_path / "tiny", layers=2))
     asked = {"formats": FORMATS, "probes": 3, "observe": True, "worst": True}

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 import lipscope as ls
+from lipscope._types import UserError
 from lipscope.probes.budget.formats import read_format
-from lipscope.probes.budget.metrics import read_metric
 from lipscope.probes.budget.result import BudgetRow
 from lipscope.probes.budget.rounding import RoundingTrace
-from lipscope.probes.budget.sites import first_order_errors
-from lipscope.probes.budget.subject import read_subject
 from tests.probes.budget.tiny import some_ids, tiny
 
 
@@ -43,28 +41,6 @@ def test_a_linear_layer_has_the_error_of_its_weight():
     assert math.isclose(got.observed["int4:16"], expected, rel_tol=1e-9)
     assert math.isclose(got.total("int4:16").value, expected, rel_tol=0.06)
     assert got.second_order["int4:16"] < 1e-9
-
-
-@pytest.mark.wide
-def test_intervals_contain_the_first_order_error():
-    """The exact first-order error, by differences, lies inside in 93 to 97 % of draws."""
-    model, ids = tiny("gpt2"), some_ids(2, 12)
-    subject = read_subject(model, ids, head=False, length=64, samples=2)
-    metric, f = read_metric("output"), read_format("int8")
-    exact = sum(dy.square().sum().item() for dy in first_order_errors(subject, f, metric))
-    with torch.no_grad(), subject.ready():
-        size = sum(subject.module(row)[0].square().sum().item() for row in subject.sequences)
-    truth, draws = math.sqrt(exact / size), 250
-    # 250 sets of 16 probes from one call: the products of all probes are independent.
-    from lipscope.probes.budget.metrics import of_squares
-    from lipscope.probes.budget.sites import collect_products
-
-    t = collect_products(subject, [f], metric, 16 * draws, 0)["int8"].t.sum(-1)
-    hits = 0
-    for part in t.reshape(draws, 16, -1):
-        interval = metric.interval(of_squares(part), size)
-        hits += interval.low <= truth <= interval.high
-    assert 0.92 <= hits / draws <= 0.98
 
 
 @pytest.mark.wide
@@ -137,7 +113,7 @@ def test_rows_shares_and_exports(budget, tmp_path):
     assert (tmp_path / "b.csv").read_text().count("\n") == len(frame) + 1
     budget.to_json(tmp_path / "b.json")
     assert json.loads((tmp_path / "b.json").read_text())["rows"][0]["format"] == "bf16"
-    assert "int8" in repr(budget) and "<table>" in budget._repr_html_()
+    assert "int8" in repr(budget) and "int8" in budget._repr_html_()
     assert len(budget.plot().lines) >= 4
 
 
@@ -226,6 +202,7 @@ def test_decisions_that_bf16_takes_otherwise_are_in_the_budget(size):
     assert 0.8 <= (low - exact).norm() / exact.norm() / budget.total("bf16").value <= 1.25
     (row,) = (row for row in budget.rows if row.kind == "decision")
     assert row.site == "other decisions" and row.share > 0.5
+    assert budget.keep_high("bf16", 1.0) and row.site not in budget.keep_high("bf16", 1.0)
     assert "not linear" in budget.warnings()[0]
     usual = ls.error_budget(model, ids[1:], formats="bf16", probes=8)
     assert "decision" not in usual.shares("bf16", by="kind") and not usual.warnings()
@@ -306,13 +283,6 @@ def test_errors_seldom_look_repeated_by_chance():
     assert len(found) <= 2, found
 
 
-def test_decisions_are_not_kept_in_high_precision():
-    budget = ls.error_budget(TwoExperts(), torch.arange(20), formats="bf16", probes=8)
-    assert budget.shares("bf16", by="kind")["decision"] > 0.5
-    kept = budget.keep_high("bf16", 1.0)
-    assert kept and "other decisions" not in kept
-
-
 def test_errors_that_were_not_noted_are_no_repeats(monkeypatch):
     noted = RoundingTrace._note
 
@@ -337,3 +307,57 @@ def test_decisions_that_a_weight_format_takes_otherwise_are_warned_of():
     assert "coarse" in budget.warnings()[0]
     usual = ls.error_budget(model, ids[:4], formats=rounded, probes=16, observe=True)
     assert not usual.warnings()
+
+
+class Cancelling(nn.Module):
+    """Digits are lost in the difference of two large numbers, in the layer that is asked for."""
+
+    def __init__(self, large):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = large
+        self.embed = nn.Embedding(60, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 1:
+                x = (x * self.large).cos() if self.large == torch.inf else x + self.large
+                x = x - self.large if self.large < torch.inf else x
+        return x
+
+
+def test_a_prediction_beyond_the_output_names_its_site():
+    with pytest.raises(UserError, match=r"predicted error in bf16 is .*comes from other add"):
+        ls.error_budget(Cancelling(1e4), some_ids(), formats="bf16")
+    budget = ls.error_budget(Cancelling(1e4), some_ids(), formats="int8")
+    assert budget.total("int8").value < 0.1
+
+
+def test_a_prediction_that_is_not_a_number_names_its_site():
+    model = tiny("llama_lm")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 4] = torch.inf
+    for format, metric in (("int8", "kl"), ("int4:8", "output")):
+        with pytest.raises(UserError, match=rf"in {format} is (nan|inf).*|non-finite"):
+            ls.error_budget(model, some_ids(), formats=format, metric=metric)
+
+
+def test_coarse_formats_may_destroy_the_output():
+    budget = ls.error_budget(tiny("gpt2"), some_ids(), formats={"twice": lambda w: 12 * w})
+    assert budget.total("twice").value > 1
+
+
+def test_a_comparison_never_explains_by_an_impossible_prediction():
+    # A norm that divides by almost nothing: the budget is far above the state.
+    right, port = tiny("llama"), tiny("llama")
+    for model in (right, port):
+        embedding = model.embed_tokens.weight.data
+        embedding[:] = 1.0 + 1e-6 * embedding
+        model.layers[0].input_layernorm.weight.data *= 1e4
+        weight = model.layers[0].self_attn.v_proj.weight.data
+        weight -= weight.mean(dim=1, keepdim=True)
+    port.layers[2].mlp.down_proj.weight.data.neg_()
+    with pytest.raises(UserError, match="which rounding cannot explain; most of it comes from"):
+        ls.check_run(right, port.bfloat16(), some_ids())

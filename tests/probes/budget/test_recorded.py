@@ -135,43 +135,35 @@ def test_pickles_are_never_opened(tmp_path, suffix, monkeypatch):
 
 def test_messages_name_shapes_that_are_in_the_file(tmp_path):
     states = dump(in_bf16(tiny("gpt2")))
+    first = {name: states[name] for name in ("hidden_states.0", "hidden_states.1")}
+    narrow = {"hidden_states.1": states["hidden_states.1"][:, :, :8].contiguous()}
     path = tmp_path / "part.safetensors"
-    save_file(
-        {
-            **{f"hidden_states.{i}": states[f"hidden_states.{i}"] for i in range(2)},
-            "input_ids": IDS,
-        },
-        path,
-    )
-    with pytest.raises(ls.UserError) as caught:
-        ls.check_run(tiny("gpt2"), path)
-    assert "2 of shape [2, 24, 32], and 4 of shape [2, 24, 32] expected" in str(caught.value)
-    save_file(
-        {
-            **states,
-            "hidden_states.1": states["hidden_states.1"][:, :, :8].contiguous(),
-            "input_ids": IDS,
-        },
-        path,
-    )
-    with pytest.raises(
-        ls.UserError, match=r"\[2, 24, 32\] and \[2, 24, 8\], and 4 of shape \[2, 24, 32\]"
+    for tensors, message in (
+        (
+            {**first, "input_ids": IDS},
+            r"2 of shape \[2, 24, 32\], and 4 of shape \[2, 24, 32\] expected",
+        ),
+        (
+            {**states, **narrow, "input_ids": IDS},
+            r"\[2, 24, 32\] and \[2, 24, 8\], and 4 of shape \[2, 24, 32\]",
+        ),
+        (
+            {**states, "input_ids": IDS[:, :5].contiguous()},
+            r"shape \[2, 24\], as the hidden states are, got int64 \[2, 5\]",
+        ),
+        ({"hidden_states.0": torch.ones(2, 3)}, r"hidden_states.0 in .* got float32 \[2, 3\]"),
+        ({"x": IDS}, "must hold hidden_states"),
     ):
-        ls.check_run(tiny("gpt2"), path)
-    save_file({**states, "input_ids": IDS[:, :5].contiguous()}, path)
-    with pytest.raises(
-        ls.UserError, match=r"shape \[2, 24\], as the hidden states are, got int64 \[2, 5\]"
+        save_file(tensors, path)
+        with pytest.raises(ls.UserError, match=message):
+            ls.check_run(tiny("gpt2"), path)
+    for name, data, message in (
+        ("states.pt", b"x", "is a file, and hidden states are read from"),
+        ("bad.npz", b"PK\x03\x04 no zip", r"cannot read .*bad.npz as npz"),
     ):
-        ls.check_run(tiny("gpt2"), path)
-    save_file({"hidden_states.0": torch.ones(2, 3)}, path)
-    with pytest.raises(ls.UserError, match=r"hidden_states.0 in .* got float32 \[2, 3\]"):
-        ls.check_run(tiny("gpt2"), path)
-    (tmp_path / "states.pt").write_bytes(b"x")
-    with pytest.raises(ls.UserError, match=r"is a file, and hidden states are read from"):
-        ls.check_run(tiny("gpt2"), tmp_path / "states.pt")
-    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 no zip")
-    with pytest.raises(ls.UserError, match=r"cannot read .*bad.npz as npz"):
-        ls.check_run(tiny("gpt2"), tmp_path / "bad.npz")
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ls.UserError, match=message):
+            ls.check_run(tiny("gpt2"), tmp_path / name)
 
 
 @pytest.mark.parametrize("wrong", [-1, 60, 10**12])

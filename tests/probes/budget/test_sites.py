@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 import lipscope as ls
 from lipscope._types import UserError
-from lipscope.probes.budget.formats import read_format, read_formats
+from lipscope.probes.budget.formats import read_format, read_formats, symmetric
 from lipscope.probes.budget.metrics import read_metric
 from lipscope.probes.budget.sites import collect_products, exact_outputs, first_order_errors
 from lipscope.probes.budget.subject import read_subject
@@ -29,20 +30,6 @@ def test_products_are_those_of_the_derivative(kind):
                 expected = (metric.probe(y, g) * Je[b]).sum()
                 got = products[f.name].t[k, b].sum()
                 assert abs(got - expected) <= 1e-5 * Je[b].norm(), (f.name, b, k)
-
-
-@pytest.mark.wide
-def test_a_site_alone_is_one_of_the_products():
-    subject = read_subject(tiny("llama"), some_ids(1), head=False, length=64, samples=1)
-    metric = read_metric("output")
-    (y,) = exact_outputs(subject, metric)
-    for name in ("w8a8", "kv4"):
-        f = read_format(name)
-        products = collect_products(subject, [f], metric, 2, 0)[name]
-        v = metric.probe(y, torch.Generator().manual_seed(0))
-        for i in range(0, len(products.sites), 5):
-            (Je,) = first_order_errors(subject, f, metric, only=products.sites[i])
-            assert abs(products.t[0, 0, i] - (v * Je).sum()) <= 1e-5 * Je.norm()
 
 
 def test_sites_are_complete():
@@ -91,3 +78,51 @@ def test_keys_and_values_need_a_routed_model():
     subject = read_subject(layer, some_ids(1), head=False, length=64, samples=1)
     with pytest.raises(UserError, match="keys and values cannot be reached"):
         collect_products(subject, [read_format("kv8")], read_metric("output"), 2, 0)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(60, 6)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, ids):
+        return self.b(torch.tanh(self.a(self.embed(ids))))
+
+
+def test_the_worst_case_is_at_least_the_dense_one_and_close_to_it():
+    model, ids = Two().double(), torch.arange(5)[None]
+    budget = ls.error_budget(Two(), ids, formats="int8,int3", probes=2, worst=True)
+    with torch.no_grad():
+        h = torch.tanh(model.a(model.embed(ids)))
+        y = model.b(h)
+    for name, bits in (("int8", 8), ("int3", 3)):
+        total = 0.0
+        for part in (model.a, model.b):
+            W = part.weight.detach()
+            e = symmetric(W, bits=bits) - W
+
+            def f(weight, part=part):
+                key = "a.weight" if part is model.a else "b.weight"
+                return torch.func.functional_call(model, {key: weight}, (ids,))
+
+            J = torch.func.jacrev(f)(W).reshape(y.numel(), -1)
+            total += float(torch.linalg.matrix_norm(J, 2) * e.norm() / y.norm())
+        # Without layers, a site is the weight itself.
+        assert total <= budget.worst[name] <= 1.1 * total
+
+
+@pytest.mark.wide
+def test_no_choice_of_signs_exceeds_the_worst_case():
+    ids = torch.arange(8)[None]
+    budget = ls.error_budget(tiny("gpt2"), ids, formats="int8,kv4", probes=4, worst=True)
+    for name in budget.formats:
+        apart = sum(row.predicted for row in budget.rows if row.format == name)
+        assert apart < budget.worst[name]
+
+
+def test_a_coarse_reference_has_no_worst_case():
+    model = ls.load(tiny("gpt2"), dtype="float32")
+    with pytest.raises(ls.UserError, match="worst case needs upper bounds of sigma"):
+        ls.error_budget(model, torch.arange(8), formats="int8", probes=2, worst=True)

@@ -12,7 +12,6 @@ import lipscope as ls
 from lipscope.probes.budget import subject as subject_module
 from lipscope.probes.budget.subject import (
     hidden_states,
-    own_attention,
     read_sequences,
     read_subject,
 )
@@ -216,24 +215,6 @@ def test_a_model_that_reads_no_text_says_what_it_reads():
         ls.error_budget(tiny_vit())
     with pytest.raises(ls.UserError, match="a text or inputs, not both"):
         ls.error_budget(tiny_vit(), "text", inputs=pixels())
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_attention_of_a_model_is_the_one_it_is_set_to(attention):
-    assert own_attention(tiny("gpt2", attention)) == attention
-
-
-def test_a_module_that_keeps_the_graph_of_a_run_is_copied():
-    model = tiny("gpt2")
-    model.last = model(some_ids(1, 5)).last_hidden_state  # as recurrent models keep their state
-    got = ls.error_budget(model, some_ids(2, 9), formats="int8", probes=4).total("int8").value
-    assert (
-        got
-        == ls.error_budget(tiny("gpt2"), some_ids(2, 9), formats="int8", probes=4)
-        .total("int8")
-        .value
-    )
-    assert model.last.requires_grad
 
 
 class Drawing(nn.Module):
