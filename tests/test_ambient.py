@@ -23,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -631,7 +630,16 @@ def test_results_do_not_depend_on_the_state_of_the_caller(state: str) -> None:
     assert compare(state) == {}
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+SECONDS = (
+    *("attack.ascend", "audit_model", "attack_model", "convert_model", "error_budget", "load"),
+    *("dynamics.growth_along_depth", "mean_field.largest_gain", "measure", "reproduce_papers"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.wide if name in SECONDS else ()) for name in DISTINCT],
+)
 def test_arguments_may_live_on_any_device(name: str) -> None:
     assert outcome_elsewhere(name) in FINE
 

@@ -11,9 +11,9 @@ from lipscope.cli import options as opt
 from lipscope.cli.studies import write_page
 from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table, tell
 
-Length = Annotated[int, typer.Option(help="Maximum number of tokens per sequence.")]
-Samples = Annotated[int, typer.Option(help="Sequences taken from the text.")]
-Probes = Annotated[int, typer.Option(help="Backward passes per sequence.")]
+Length = Annotated[int, opt.option("Maximum number of tokens per sequence.")]
+Samples = Annotated[int, opt.option("Sequences taken from the text.")]
+Probes = Annotated[int, opt.option("Backward passes per sequence.")]
 
 
 def budget(
@@ -21,22 +21,19 @@ def budget(
     text: opt.Texts = None,
     column: opt.Column = None,
     format: Annotated[
-        str,
-        typer.Option(help="Some of bf16, fp16, int8, int4:32, fp8, w8a8, kv8, kv4, by commas."),
+        str, opt.option("Some of bf16, fp16, int8, int4:32, fp8, w8a8, kv8, kv4, by commas.")
     ] = "bf16,int8",
-    metric: Annotated[
-        str, typer.Option(help="output (last hidden state) or kl (next token).")
-    ] = "output",
+    metric: Annotated[str, opt.option("output (last hidden state) or kl (next token).")] = "output",
     probes: Probes = 16,
-    observe: Annotated[bool, typer.Option("--observe", help="Run every format as well.")] = False,
+    observe: Annotated[bool, opt.option("Run every format as well.", name="--observe")] = False,
     length: Length = 128,
     samples: Samples = 4,
     embeddings: Annotated[
-        bool, typer.Option("--embeddings", help="Round embeddings and a tied head as well.")
+        bool, opt.option("Round embeddings and a tied head as well.", name="--embeddings")
     ] = False,
     worst: Annotated[
         bool,
-        typer.Option("--worst", help="Bound σ after every site, for the worst case. Takes long."),
+        opt.option("Bound σ after every site, for the worst case. Takes long.", name="--worst"),
     ] = False,
     random_init: opt.RandomInit = None,
     tokenizer: opt.Tokenizer = None,
@@ -48,7 +45,7 @@ def budget(
     cluster: opt.Cluster = None,
     shard: opt.ShardOption = None,
     out: opt.StudyOut = None,
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
+    csv: Annotated[Path | None, opt.option("Write all rows as CSV.", metavar="FILE")] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -64,12 +61,7 @@ def budget(
 
         read_formats(format)  # checked before a model is loaded, which may take a while
         opened = (load_language_model if read_metric(metric).head else load)(
-            model,
-            tokenizer,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            random_init=random_init,
+            model, tokenizer, dtype=dtype, device=device, revision=revision, random_init=random_init
         )
         found = error_budget(
             opened,
@@ -106,15 +98,12 @@ def check(
     b: Annotated[
         str,
         typer.Argument(
-            metavar="B",
-            help="Model id, directory, or file of hidden states (.safetensors, .npz).",
+            metavar="B", help="Model id, directory, or file of hidden states (.safetensors, .npz)."
         ),
     ],
     text: opt.Texts = None,
     column: opt.Column = None,
-    format: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="of the file, or bf16")
-    ] = None,
+    format: Annotated[str | None, opt.option("bf16, fp16 or fp32.", "of the file, or bf16")] = None,
     probes: Probes = 8,
     length: Length = 128,
     samples: Samples = 4,

@@ -154,14 +154,7 @@ def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
     return "".join(PLAIN.get(c, ascii(c)[1:-1]) for c in missing), error.end
 
 
-def _in_one_line(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: Any = None,
-    line: str | None = None,
-) -> None:
+def _in_one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Show a warning of lipscope as its error messages are shown; libraries' own are left out."""
     if category.__module__.startswith("lipscope."):
         warn(str(message))

@@ -28,7 +28,7 @@ def doctor(
         Path | None, typer.Argument(metavar="[DIR]", help="A study to check for damage.")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Write what is intact to DIR.repaired.")
+        bool, opt.option("Write what is intact to DIR.repaired.", name="--repair")
     ] = False,
     as_json: opt.AsJson = False,
 ) -> None:

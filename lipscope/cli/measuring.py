@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -26,6 +26,9 @@ from lipscope.cli.terminal import (
     tell,
     warn,
 )
+
+if TYPE_CHECKING:
+    from lipscope.study.study import Study
 
 
 class MeasureCommand(TyperCommand):
@@ -74,31 +77,25 @@ def measure(
     model: opt.ModelName = None,
     text: opt.Texts = None,
     column: opt.Column = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
+    lengths: Annotated[str | None, opt.option("Tokens per sample.", "8,16,...,256")] = None,
+    samples: Annotated[int, opt.option("Samples per length.")] = 3,
     layers: opt.Layers = None,
-    heads: Annotated[
-        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
-    ] = None,
+    heads: Annotated[str | None, opt.option("For example 0,2 or 0-5.", "all")] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Map to measure, listed below; repeatable.", show_default="heads, attention"
-        ),
+        opt.option("Map to measure, listed below; repeatable.", "heads, attention"),
     ] = None,
     random_init: opt.RandomInit = None,
     special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Add special tokens to samples.")
+        bool, opt.option("Add special tokens to samples.", name="--special-tokens")
     ] = False,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
-    tol: Annotated[float, typer.Option(help="Relative residual at which the solver stops.")] = 1e-6,
+    tol: Annotated[float, opt.option("Relative residual at which the solver stops.")] = 1e-6,
     gap: Annotated[
         float | None,
-        typer.Option(
-            help="Iterate until upper / lower - 1 is at most this: 0.1 by default in float64; "
+        opt.option(
+            "Iterate until upper / lower - 1 is at most this: 0.1 by default in float64; "
             "inf takes bounds as they come."
         ),
     ] = None,
@@ -110,10 +107,10 @@ def measure(
     shard: opt.ShardOption = None,
     out: opt.StudyOut = None,
     no_report: Annotated[
-        bool, typer.Option("--no-report", help="Write no report.html beside the study.")
+        bool, opt.option("Write no report.html beside the study.", name="--no-report")
     ] = False,
     fail_above: Annotated[
-        float | None, typer.Option(metavar="X", help="Exit with 1 if a measured σ is above X.")
+        float | None, opt.option("Exit with 1 if a measured σ is above X.", metavar="X")
     ] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
@@ -157,13 +154,20 @@ def measure(
     # After the table: a failure to draw must not hide the numbers.
     if out is not None and not no_report:
         save_page(study, out / REPORT, quiet=quiet)
+    _end(study, fail_above)
+
+
+def _end(study: Study, fail_above: float | None) -> None:
+    """End with the exit code of a threshold, or with 3 if rows failed."""
+    from lipscope.report.formats import place_name
+
     above = [row for row in study.sigma if row.value > (fail_above or math.inf)]
     if above:
         worst = max(above, key=lambda row: row.value)
-        where_it_is = "the whole model" if worst.layer is None else f"layer {worst.layer}"
+        place = f"{place_name(worst.layer)} ({worst.scope}) at n = {worst.n}"
         tell(
             f"{len(above)} of {len(study.sigma)} measured σ are above {fail_above:g}; the largest "
-            f"is {worst.value:.4g}, of {where_it_is} ({worst.scope}) at n = {worst.n}",
+            f"is {worst.value:.4g}, of {place}",
             0,
         )
         raise typer.Exit(ExitCode.ANSWER_IS_NO)
@@ -181,17 +185,15 @@ def bounds(
     text: opt.Texts = None,
     column: opt.Column = None,
     layers: opt.Layers = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens per sample.", show_default="64")
-    ] = None,
+    lengths: Annotated[str | None, opt.option("Tokens per sample.", "64")] = None,
     radius: Annotated[
-        float | None, typer.Option(help="Radius of the ball of inputs.", show_default="the text's")
+        float | None, opt.option("Radius of the ball of inputs.", "the text's")
     ] = None,
     random_init: opt.RandomInit = None,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
     device: opt.Device = None,
-    dtype: Annotated[str, typer.Option(help="float64 is most accurate.")] = "float64",
+    dtype: Annotated[str, opt.option("float64 is most accurate.")] = "float64",
     seed: opt.Seed = 0,
     workers: opt.Workers = 1,
     cluster: opt.Cluster = None,
@@ -211,12 +213,7 @@ def bounds(
         from lipscope.report.bounds import bound_summary
 
         loaded = load(
-            model,
-            tokenizer,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            random_init=random_init,
+            model, tokenizer, dtype=dtype, device=device, revision=revision, random_init=random_init
         )
         found = audit_model(
             loaded,
@@ -240,25 +237,19 @@ def bounds(
 
 
 def attack(
-    kind: Annotated[str, typer.Option(help="One of construction, ascent, direction, tokens.")],
+    kind: Annotated[str, opt.option("One of construction, ascent, direction, tokens.")],
     model: opt.ModelName = None,
     text: opt.Texts = None,
     column: opt.Column = None,
     layers: opt.Layers = None,
-    length: Annotated[int, typer.Option(help="Number of tokens taken from the text.")] = 32,
-    swaps: Annotated[int, typer.Option(help="Maximum number of tokens to replace.")] = 3,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="Time limit of --kind tokens.", show_default="no limit"),
-    ] = None,
+    length: Annotated[int, opt.option("Number of tokens taken from the text.")] = 32,
+    swaps: Annotated[int, opt.option("Maximum number of tokens to replace.")] = 3,
+    seconds: Annotated[float | None, opt.option("Time limit of --kind tokens.", "no limit")] = None,
     random_init: opt.RandomInit = None,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
     device: opt.Device = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float64 is most accurate.", show_default="float64"),
-    ] = None,
+    dtype: Annotated[str | None, opt.option("float64 is most accurate.", "float64")] = None,
     seed: opt.Seed = 0,
     workers: opt.Workers = 1,
     cluster: opt.Cluster = None,
@@ -287,14 +278,7 @@ def attack(
             revision=revision,
             random_init=random_init,
         )
-        study, lines = attack_model(
-            loaded,
-            words,
-            plan,
-            **engine,
-            out=out,
-            progress=report,
-        )
+        study, lines = attack_model(loaded, words, plan, **engine, out=out, progress=report)
     if not lines and shard is None and not quiet:
         warn("the searches ended before a text was measured; give more --seconds")
     if as_json:

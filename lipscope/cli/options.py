@@ -7,53 +7,51 @@ from typing import Annotated, Any
 
 import typer
 
+
+def option(
+    help: str, default: str | None = None, name: str | None = None, metavar: str | None = None
+) -> Any:
+    """Declare an option by its help, and what the help shows as its default."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, help=help, metavar=metavar, show_default=default or True)
+
+
 ModelName = Annotated[
     str | None, typer.Argument(help="Model id or directory.", show_default="all-MiniLM-L6-v2")
 ]
 Texts = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="FILE|-",
-        help="UTF-8 text; repeatable; - reads stdin.",
-        show_default="embedded prose",
-    ),
+    option("UTF-8 text; repeatable; - reads stdin.", "embedded prose", metavar="FILE|-"),
 ]
 Column = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Column of a CSV, TSV or JSONL text, by name or number."),
+    str | None, option("Column of a CSV, TSV or JSONL text, by name or number.", metavar="NAME")
 ]
-Layers = Annotated[str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")]
-RandomInit = Annotated[int | None, typer.Option(metavar="SEED", help="Use random weights.")]
+Layers = Annotated[str | None, option("For example 0,2 or 0-5.", "all")]
+RandomInit = Annotated[int | None, option("Use random weights.", metavar="SEED")]
 Tokenizer = Annotated[
-    str | None,
-    typer.Option(metavar="ID|DIR", help="Tokenizer id or directory.", show_default="the model's"),
+    str | None, option("Tokenizer id or directory.", "the model's", metavar="ID|DIR")
 ]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
-Device = Annotated[
-    str | None, typer.Option(help="For example cpu, cuda or cuda:1.", show_default="cpu")
-]
-Dtype = Annotated[str, typer.Option(help="float64 is most accurate; float32 is faster.")]
-Seed = Annotated[int, typer.Option(help="Seed of samples and searches.")]
+Revision = Annotated[str | None, option("Branch, tag or commit on the hub.")]
+Device = Annotated[str | None, option("For example cpu, cuda or cuda:1.", "cpu")]
+Dtype = Annotated[str, option("float64 is most accurate; float32 is faster.")]
+Seed = Annotated[int, option("Seed of samples and searches.")]
 StudyOut = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory to save the study in; rerun to resume."),
+    Path | None, option("Directory to save the study in; rerun to resume.", metavar="DIR")
 ]
 StudyDirectory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, option("Print JSON instead of a table.", name="--json")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print no tables, progress or warnings.")
 ]
-Workers = Annotated[int, typer.Option(help="Number of worker processes on this machine.")]
+Workers = Annotated[int, option("Number of worker processes on this machine.")]
 Cluster = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS|slurm:N", help="Workers elsewhere: tcp://host:port, a batch system."
-    ),
+    option("Workers elsewhere: tcp://host:port, a batch system.", metavar="ADDRESS|slurm:N"),
 ]
 ShardOption = Annotated[
-    str | None, typer.Option("--shard", metavar="K/N", help="Measure only part K of N.")
+    str | None, option("Measure only part K of N.", name="--shard", metavar="K/N")
 ]
 
 

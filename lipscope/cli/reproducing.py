@@ -20,25 +20,23 @@ def reproduce(
         str | None, typer.Argument(help="castin2024 or kim2021.", show_default="both")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="IDS", help="Claims by commas, for example C25,K1-K3.")
+        str | None, opt.option("Claims by commas, for example C25,K1-K3.", metavar="IDS")
     ] = None,
-    list_claims: Annotated[bool, typer.Option("--list", help="List the claims; run none.")] = False,
+    list_claims: Annotated[bool, opt.option("List the claims; run none.", name="--list")] = False,
     models: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory with bert-base-uncased and gpt2."),
+        Path | None, opt.option("Directory with bert-base-uncased and gpt2.", metavar="DIR")
     ] = None,
     text_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory with the papers' texts.")
+        Path | None, opt.option("Directory with the papers' texts.", metavar="DIR")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Run each claim in seconds.")] = False,
-    device: Annotated[str, typer.Option(help="Device for large runs, for example cuda.")] = "cpu",
+    quick: Annotated[bool, opt.option("Run each claim in seconds.", name="--quick")] = False,
+    device: Annotated[str, opt.option("Device for large runs, for example cuda.")] = "cpu",
     seed: opt.Seed = 0,
     workers: opt.Workers = 1,
     cluster: opt.Cluster = None,
     shard: opt.ShardOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory for numbers and page; rerun to resume."),
+        Path | None, opt.option("Directory for numbers and page; rerun to resume.", metavar="DIR")
     ] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from lipscope.cli import options as opt
 from lipscope.cli.terminal import progress, show_json, show_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from lipscope.dynamics.simulation import Simulation
 
 
 class SimulateCommand(TyperCommand):
@@ -33,23 +28,14 @@ class SimulateCommand(TyperCommand):
 
 
 def simulate(
-    preset: Annotated[str, typer.Option(help="Flow to simulate; listed below.")] = "clusters",
-    n: Annotated[
-        int | None, typer.Option("--n", help="Number of tokens.", show_default="the preset's")
-    ] = None,
-    dim: Annotated[
-        int | None, typer.Option(help="Dimension of a token.", show_default="the preset's")
-    ] = None,
-    time: Annotated[
-        float | None, typer.Option(help="Depth to integrate to.", show_default="the preset's")
-    ] = None,
-    device: Annotated[str, typer.Option(help="For example cpu, cuda or cuda:1.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the initial tokens.")] = 0,
+    preset: Annotated[str, opt.option("Flow to simulate; listed below.")] = "clusters",
+    n: Annotated[int | None, opt.option("Number of tokens.", "the preset's", name="--n")] = None,
+    dim: Annotated[int | None, opt.option("Dimension of a token.", "the preset's")] = None,
+    time: Annotated[float | None, opt.option("Depth to integrate to.", "the preset's")] = None,
+    device: Annotated[str, opt.option("For example cpu, cuda or cuda:1.")] = "cpu",
+    seed: Annotated[int, opt.option("Seed of the initial tokens.")] = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory to write to.", show_default="simulation-PRESET"
-        ),
+        Path | None, opt.option("Directory to write to.", "simulation-PRESET", metavar="DIR")
     ] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
@@ -62,32 +48,19 @@ def simulate(
         folder = out or Path(f"simulation-{preset}")
         # Before the simulation: minutes of work should not end in a directory error.
         check_simulation_folder(folder)
-        found = run(
-            preset,
-            n=n,
-            dim=dim,
-            time=time,
-            device=device,
-            seed=seed,
-            progress=report,
-        )
+        found = run(preset, n=n, dim=dim, time=time, device=device, seed=seed, progress=report)
         paths = write_simulation(found, folder)
     if as_json:
         from lipscope.report.simulations import numbers_of
 
         show_json(numbers_of(found))
     else:
-        show_table(_table(found, paths), quiet)
+        from rich.table import Table
 
+        from lipscope.report.simulations import summary
 
-def _table(found: Simulation, paths: list[Path]) -> Table:
-    from rich.table import Table
-
-    from lipscope.report.simulations import summary
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, value in summary(found):
-        table.add_row(name, value)
-    table.add_row("in", str(paths[0].parent))
-    table.add_row("files", ", ".join(path.name for path in paths))
-    return table
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        files = ", ".join(path.name for path in paths)
+        for line in (*summary(found), ("in", str(folder)), ("files", files)):
+            table.add_row(*line)
+        show_table(table, quiet)

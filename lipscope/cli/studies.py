@@ -36,8 +36,7 @@ def report(
         Path | None, typer.Argument(metavar="[DIR2]", help="A second study, shown as reference.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File to write.", show_default="DIR/report.html"),
+        Path | None, opt.option("File to write.", "DIR/report.html", metavar="FILE")
     ] = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -57,11 +56,9 @@ def export(
     file: Annotated[
         Path | None, typer.Argument(help="File to write.", show_default="stdout")
     ] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV, the default.")] = False,
-    parquet: Annotated[bool, typer.Option("--parquet", help="Parquet; needs FILE.")] = False,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Export tokens and their norms.")
-    ] = False,
+    csv: Annotated[bool, opt.option("CSV, the default.", name="--csv")] = False,
+    parquet: Annotated[bool, opt.option("Parquet; needs FILE.", name="--parquet")] = False,
+    tokens: Annotated[bool, opt.option("Export tokens and their norms.", name="--tokens")] = False,
 ) -> None:
     """Write a study as CSV or Parquet."""
     from lipscope.study.export import write_csv, write_file
@@ -80,19 +77,16 @@ def export(
 
 def compare(
     directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote."),
+        list[Path], typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote.")
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(COMPARISON))
+        Path, opt.option("Page to write.", str(COMPARISON), metavar="FILE")
     ] = COMPARISON,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Compare studies: what differs, how sigma grows in each, and where they part most."""
-    from lipscope.report.comparison import compare as find
-    from lipscope.report.comparison import comparison_table, digest
-    from lipscope.report.comparison_page import MOST, comparison_html
+    from lipscope.report import comparison
     from lipscope.report.document import write
 
     digests = []
@@ -100,15 +94,16 @@ def compare(
     for each in directories:
         # One study at a time: a thousand of them do not fit into memory with all their rows.
         study = _open(each)
-        digests.append(digest(study, cells=len(directories) <= MOST))
+        cells = len(directories) <= comparison.MOST
+        digests.append(comparison.digest(study, cells))
         damaged.append(study.damage)
         study.close()
-    found = find(digests)
+    found = comparison.compare(digests)
     if as_json:
         show_json(found.as_dict())
     else:
-        show_table(comparison_table(found), quiet)
-    write(comparison_html(digests), out, typed=out != COMPARISON)
+        show_table(comparison.comparison_table(found), quiet)
+    write(comparison.comparison_html(digests), out, typed=out != COMPARISON)
     if not quiet:
         tell(f"the comparison is in {out}", 0)
     _end(damaged)

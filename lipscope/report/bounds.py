@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from string import ascii_uppercase
@@ -36,26 +36,30 @@ Head = tuple[int | None, int | None, int, int]
 
 
 def bound_summary(audit: Audit) -> RenderableType:
-    """What `lipscope bounds` prints."""
+    """Build the table that `lipscope bounds` prints."""
     heads: dict[Head, dict[str, Row]] = defaultdict(dict)
     for row in audit.study.rows:
         if row.scope == "heads" and not row.failing:
             heads[row.layer or 0, row.head, row.n, row.sample][row.probe] = row
     heads = {key: rows for key, rows in sorted(heads.items()) if WORST in rows and SIGMA in rows}
-
-    def order(name: str) -> tuple[bool, float]:
-        """Upper bounds first, then by tightness."""
-        rows = [found for found in heads.values() if name in found]
-        return rows[0][name].kind == "lower", median(_ratio(found, name) for found in rows)
-
-    names = sorted({p for rows in heads.values() for p in rows if p.startswith(BOUND)}, key=order)
-    about = audit.study.info.about
-    title = Text(
-        f"{for_terminal(about.model)} on {for_terminal(about.text)}: bounds, head by head\n",
-        style="bold",
-    )
+    kinds = {row.probe: row.kind for rows in heads.values() for row in rows.values()}
+    ratios = {
+        name: [_ratio(rows, name) for rows in heads.values() if name in rows]
+        for name in sorted(kinds)
+        if name.startswith(BOUND)
+    }
+    # Upper bounds first, then by tightness.
+    names = sorted(ratios, key=lambda name: (kinds[name] == "lower", median(ratios[name])))
     # Names of theorems are too long for columns; there are fewer of them than letters.
     letters = dict(zip(names, ascii_uppercase, strict=False))
+    lines = []
+    for name, letter in letters.items():
+        above = [rows[name].value / rows[WORST].value for rows in heads.values() if name in rows]
+        worst = "-" if at_point(name) else f"{median(above):.3g}"
+        found = ratios[name]
+        spread = f"{median(found):.4g} [{min(found):.3g}, {max(found):.3g}]"
+        lines.append((letter, name.removeprefix(BOUND), kinds[name], spread, worst))
+    columns = ("", "bound", "kind", "tightness: median [range]", "bound / worst")
     needs: dict[str, list[str]] = defaultdict(list)
     for name, why in sorted(audit.not_offered.items()):
         needs[why].append(name)
@@ -63,11 +67,13 @@ def bound_summary(audit: Audit) -> RenderableType:
         f"not applicable: {'; '.join(theorems)} (required: {why})"
         for why, theorems in needs.items()
     ]
+    about = audit.study.info.about
+    title = f"{for_terminal(about.model)} on {for_terminal(about.text)}: bounds, head by head\n"
     return Group(
-        title,
+        Text(title, style="bold"),
         _heads(heads, letters),
         Text(),
-        _summary(heads, letters),
+        text_table(columns, lines, left=columns, folding=("bound",)),
         Text("\n".join(["", LEGEND, *refused]), style="dim"),
     )
 
@@ -81,6 +87,7 @@ LEGEND = (
 
 
 def _heads(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Table:
+    """A line per head; every bound is a column, headed by its letter."""
     names = {name: letter for name, letter in letters.items() if not name.endswith(LEFT_OUT)}
     lines = []
     for (layer, head, n, _), rows in heads.items():
@@ -102,24 +109,8 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if 100 <= x < 1000 else f"{x:.2g}"
 
 
-def _summary(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Table:
-    lines = []
-    for name, letter in letters.items():
-        rows = [found for found in heads.values() if name in found]
-        ratios = [_ratio(found, name) for found in rows]
-        worst = (
-            "-"
-            if at_point(name)
-            else f"{median(found[name].value / found[WORST].value for found in rows):.3g}"
-        )
-        spread = f"{median(ratios):.4g} [{min(ratios):.3g}, {max(ratios):.3g}]"
-        lines.append((letter, name.removeprefix(BOUND), rows[0][name].kind, spread, worst))
-    columns = ("", "bound", "kind", "tightness: median [range]", "bound / worst")
-    return text_table(columns, lines, left=columns, folding=("bound",))
-
-
 def at_point(name: str) -> bool:
-    """Whether a bound is about the text alone, not a ball."""
+    """Tell whether a bound is about the text alone, not a ball."""
     return any(bound.domain is Point and name.startswith(BOUND + bound.name) for bound in REGISTRY)
 
 
@@ -131,22 +122,22 @@ def _ratio(rows: dict[str, Row], name: str) -> float:
 
 @dataclass(frozen=True)
 class Surrounded:
-    """A measured sigma, its bounds at this input, and those and the worst input in the ball."""
+    """A measured sigma, its bounds at this input and over the ball, and the worst input found."""
 
     sigma: Row
     here: list[Row]
     ball: list[Row]
     worst: Row | None
 
-
-def tightest(bounds: Iterable[Row]) -> Row | None:
-    """The smallest upper bound."""
-    upper = [row for row in bounds if row.kind == "upper" and row.value < math.inf]
-    return min(upper, key=lambda row: row.value, default=None)
+    @property
+    def name(self) -> str:
+        """The layer, and the head if it is one."""
+        head = "" if self.sigma.head is None else f", head {self.sigma.head}"
+        return layer_name(self.sigma.layer) + head
 
 
 def surrounded(study: Study) -> list[Surrounded]:
-    """Per map, the largest sigma among the rows that have bounds or a worst input."""
+    """Per map, find the largest sigma among the rows that have bounds or a worst input."""
     around: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in study.rows:
         bound = row.kind in ("upper", "lower") and row.norm == "2" and row.probe != SIGMA
@@ -172,51 +163,41 @@ def surrounded(study: Study) -> list[Surrounded]:
     return found
 
 
-def bound_name(row: Row) -> str:
-    """The theorem behind a row of a bound."""
+def _bound_name(row: Row) -> str:
     return shown(row.probe.removeprefix(BOUND), 60)
 
 
 def describe_worst_case(found: Sequence[Surrounded]) -> str:
     """How far sigma at the text is from the worst input found and from the upper bounds."""
-    known = [item for item in found if item.sigma.value > 0]
-    text = ""
-    ratios = {_at(i): i.worst.value / i.sigma.value for i in known if i.worst is not None}
-    if ratios:
-        text = (
+    known = {item.name: item for item in found if item.sigma.value > 0}
+    sentences = []
+    worst = {at: i.worst.value / i.sigma.value for at, i in known.items() if i.worst is not None}
+    if worst:
+        sentences.append(
             "The worst input found among those whose tokens are no larger than the text's has a σ "
-            f"{_range(ratios, 'times that of the text')}. "
+            f"{_range(worst, 'times that of the text')}."
         )
-    limits = [
-        _limit(known, [item.here for item in known], "at this text"),
-        _limit(known, [item.ball for item in known], "over all those inputs"),
-    ]
-    return text + (
-        " ".join(filter(None, limits))
-        or "There is no upper bound, so nothing limits σ from above on other inputs."
-    )
-
-
-def _limit(known: Sequence[Surrounded], bounds: Sequence[Sequence[Row]], where: str) -> str:
-    """The smallest upper bounds of some kind; empty if there are none."""
-    best = {_at(item): tightest(rows) for item, rows in zip(known, bounds, strict=True)}
-    ratios = {
-        _at(item): row.value / item.sigma.value
-        for item in known
-        if (row := best[_at(item)]) is not None
-    }
-    if not ratios:
-        return ""
-    names = dict.fromkeys(bound_name(row) for row in best.values() if row is not None)
-    return f"The smallest upper bound {where} is {_range(ratios, 'times σ')}: {', '.join(names)}."
-
-
-def _at(item: Surrounded) -> str:
-    head = "" if item.sigma.head is None else f", head {item.sigma.head}"
-    return layer_name(item.sigma.layer) + head
+    limited = False
+    for where, part in (("at this text", "here"), ("over all those inputs", "ball")):
+        ratios: dict[str, float] = {}
+        names: dict[str, None] = {}
+        for at, item in known.items():
+            upper = [r for r in getattr(item, part) if r.kind == "upper" and r.value < math.inf]
+            if upper:
+                tightest = min(upper, key=lambda row: row.value)
+                ratios[at] = tightest.value / item.sigma.value
+                names[_bound_name(tightest)] = None
+        if ratios:
+            limited = True
+            text = f"The smallest upper bound {where} is {_range(ratios, 'times σ')}"
+            sentences.append(f"{text}: {', '.join(names)}.")
+    if not limited:
+        sentences.append("There is no upper bound, so nothing limits σ from above on other inputs.")
+    return " ".join(sentences)
 
 
 def _range(ratios: dict[str, float], unit: str) -> str:
+    """The smallest and the largest ratio, each with its map."""
     least = min(ratios, key=lambda at: ratios[at])
     most = max(ratios, key=lambda at: ratios[at])
     low = digits(ratios[least])
@@ -231,7 +212,7 @@ def _range(ratios: dict[str, float], unit: str) -> str:
 def bounds_part(found: Sequence[Surrounded]) -> str:
     """sigma of each map, the worst input found and the bounds; the table is the legend."""
     groups = _groups(found)
-    rows = [_map_name(item.sigma) for item in found]
+    rows = [_map_name(item) for item in found]
     left = min(150.0, max(len(text) for text in rows) * 7.2 + 14)
 
     def draw(width: int, marks: Marks) -> Figure:
@@ -264,7 +245,7 @@ def _groups(found: Sequence[Surrounded]) -> list[tuple[Dots, str, str]]:
     for k, item in enumerate(found):
         for bounds, where in ((item.here, "at this text"), (item.ball, "in the ball")):
             for row in bounds:
-                key = bound_name(row), f"{row.kind} bound {where}"
+                key = _bound_name(row), f"{row.kind} bound {where}"
                 named.setdefault(key, [[] for _ in found])[k].append(row)
     series = [(name, kind, _points(found, rows)) for (name, kind), rows in named.items()]
     series.sort(key=lambda item: (item[1], median(_ratios(found, item[2]) or [math.inf])))
@@ -290,13 +271,14 @@ def _points(
         for row in here:
             if not (0 < row.value < math.inf and item.sigma.value > 0):
                 continue
-            what = "σ at this text" if row is item.sigma else bound_name(row)
+            what = "σ at this text" if row is item.sigma else _bound_name(row)
             times = "" if row is item.sigma else f"\n{digits(row.value / item.sigma.value)} × σ"
-            title = f"{_map_name(item.sigma)}, n = {row.n:,}\n{what}: {digits(row.value, 4)}{times}"
+            title = f"{_map_name(item)}, n = {row.n:,}\n{what}: {digits(row.value, 4)}{times}"
             points.append((i, row.value, title))
     return points
 
 
-def _map_name(row: Row) -> str:
+def _map_name(item: Surrounded) -> str:
+    row = item.sigma
     what = shown(row.scope, 20) if row.head is None else f"head {row.head}"
     return f"{layer_name(row.layer)}, {what}"

@@ -29,7 +29,6 @@ SHOWN = 3
 HEADS = 8
 """Maximum number of heads shown."""
 
-
 WORST = (
     "Worst case: the sum over all sites of σ of what follows times the error there, to first "
     "order, at the first sequence."
@@ -73,17 +72,17 @@ def budget_section(budget: ErrorBudget, number: int = 0) -> str:
     lines = []
     for i, name in enumerate(budget.formats):
         t = budget.total(name)
-        lines.append(
-            (
-                swatch(series(i, len(budget.formats)), marker(i)[1], name),
-                f"{t.value:.3g}",
-                f"{t.low:.3g} to {t.high:.3g}",
-                _cell(budget.observed.get(name)),
-                *([_cell(budget.worst.get(name))] if budget.worst else []),
-                f"{budget.second_order[name]:.0%}",
-                escape(for_terminal(_largest(budget, name, most=1))),
-            )
-        )
+        cells = [
+            swatch(series(i, len(budget.formats)), marker(i)[1], name),
+            f"{t.value:.3g}",
+            f"{t.low:.3g} to {t.high:.3g}",
+            _cell(budget.observed.get(name)),
+            f"{budget.second_order[name]:.0%}",
+            escape(for_terminal(_largest(budget, name, most=1))),
+        ]
+        if budget.worst:
+            cells.insert(4, _cell(budget.worst.get(name)))
+        lines.append(cells)
     about = "Error caused by each layer"
     about += "; dotted: observed, all layers together" if budget.observed else ""
     label = f"Predicted error of each layer in {len(budget.formats)} formats, on a log axis."
@@ -184,20 +183,21 @@ def _draw(budget: ErrorBudget, ax: Axes, marks: Marks) -> None:
     ax.set_yscale("log")
     curves = []
     values = []
+    # Squared errors add up, so a share of the square is a factor sqrt(share) of the error; a
+    # divergence is a square already.
+    power = 1.0 if budget.metric == "kl" else 0.5
     for i, name in enumerate(budget.formats):
+        tint = series(i, len(budget.formats))
         total = budget.total(name).value
         shares = {k: v for k, v in budget.shares(name).items() if k is not None and v > 0}
         layers = sorted(shares)
-        # Squared errors add up, so a share of the square is a factor sqrt(share) of the error; a
-        # divergence is a square already.
-        power = 1.0 if budget.metric == "kl" else 0.5
         errors = [total * shares[layer] ** power for layer in layers]
         curves.append(
             Curve(
                 name=name,
                 x=layers,
                 y=errors,
-                colour=series(i, len(budget.formats)),
+                colour=tint,
                 marker=marker(i)[0],
                 titles=[
                     f"{name}, layer {layer}: {error:.3g}, {shares[layer]:.0%} of the square"
@@ -207,8 +207,7 @@ def _draw(budget: ErrorBudget, ax: Axes, marks: Marks) -> None:
         )
         values += errors
         if name in budget.observed:
-            tint = colour(series(i, len(budget.formats)))
-            ax.axhline(budget.observed[name], color=tint, linestyle=":", linewidth=1.4)
+            ax.axhline(budget.observed[name], color=colour(tint), linestyle=":", linewidth=1.4)
             values.append(budget.observed[name])
     charts.curves(ax, curves, marks)
     charts.log_ticks(ax.yaxis, values)
@@ -241,17 +240,11 @@ def _cell(value: float | None) -> str:
 def comparison_table(found: RunComparison) -> Group:
     """Observed and predicted error at every hidden state, and the verdict."""
     heads = ("hidden state", "observed", "predicted", "ratio", "limit", "")
-    lines = [
-        (
-            state.name,
-            f"{state.observed:.2e}",
-            f"{state.predicted:.2e}",
-            f"{state.ratio:.2f}",
-            f"{state.limit:.2f}",
-            "" if state.inside else "outside",
-        )
-        for state in found.states
-    ]
+    lines = []
+    for state in found.states:
+        errors = (f"{state.observed:.2e}", f"{state.predicted:.2e}")
+        ratios = (f"{state.ratio:.2f}", f"{state.limit:.2f}")
+        lines.append((state.name, *errors, *ratios, "" if state.inside else "outside"))
     table = text_table(heads, lines, left=("hidden state", ""), folding=("hidden state",))
     sentence = found.sentence()
     note = (

@@ -130,25 +130,18 @@ def heat_map(ax: Axes, grid: Grid, marks: Marks, texts: bool = True, size: float
         for j, cell in enumerate(line):
             if cell is None:
                 continue
-            face = colour(f"{grid.ramp}{cell.level}")
             spot = f"{i}-{j}"
-            ax.add_patch(
-                Rectangle((j, i), 0.96, 0.94, facecolor=face, edgecolor="none", gid=f"cell-{spot}")
-            )
             step = f"{grid.ramp}{cell.level}"
+            face = colour(step)
+            shape = Rectangle((j, i), 0.96, 0.94, facecolor=face, edgecolor="none")
+            ax.add_patch(shape).set_gid(f"cell-{spot}")
             marks[f"cell-{spot}"] = Mark((cell.title,), f"cell {step}", coloured=True)
             if texts:
-                ax.text(
-                    j + 0.48,
-                    i + 0.49,
-                    cell.text,
-                    ha="center",
-                    va="center",
-                    size=size,
-                    color=text_on(face),
-                    gid=f"text-{spot}",
-                    parse_math=False,
+                style: dict[str, Any] = {"ha": "center", "va": "center", "parse_math": False}
+                text = ax.text(
+                    j + 0.48, i + 0.49, cell.text, size=size, color=text_on(face), **style
                 )
+                text.set_gid(f"text-{spot}")
                 marks[f"text-{spot}"] = Mark(kind=f"on {step}", coloured=True)
     ax.set_xlim(0, len(grid.columns))
     ax.set_ylim(len(grid.rows), 0)
@@ -194,35 +187,25 @@ def curves(ax: Axes, found: Sequence[Curve], marks: Marks) -> None:
         ax.plot([], [], curve.line + curve.marker, color=tint, label=curve.name)
 
 
-def guides(ax: Axes, lengths: Sequence[int], lowest: float, size: float = FONT) -> None:
-    """Powers of n below the curves, named at their right end outside the axes."""
-    if len(lengths) < 2 or not 0 < lowest < math.inf:
-        return
-    for exponent, line in GUIDES:
-        ends = [lengths[0], lengths[-1]]
-        y = [GUIDE_START * lowest * (n / ends[0]) ** exponent for n in ends]
-        ax.plot(ends, y, line, color=colour("muted"), linewidth=1.4, gid=f"guide-{exponent}")
-        ax.annotate(
-            power(exponent, 2 if exponent == 0.25 else 1),
-            (ends[1], y[1]),
-            (5, 0),
-            textcoords="offset points",
-            va="center",
-            size=size,
-            color=colour("muted"),
-        )
-
-
 def finish_growth(
     ax: Axes, lengths: Sequence[int], values: Sequence[float], size: float = FONT
 ) -> None:
     """Guides, ticks and names of a chart of sigma against length, once its curves are drawn."""
     known = [y for y in values if 0 < y < math.inf]
     if known:
-        guides(ax, lengths, min(known), size)
+        grey = colour("muted")
         start = GUIDE_START * min(known)
-        ends = [start * (lengths[-1] / lengths[0]) ** exponent for exponent, _ in GUIDES]
-        log_ticks(ax.yaxis, [*known, start, *ends])
+        ends = [lengths[0], lengths[-1]]
+        style: dict[str, Any] = {"va": "center", "size": size, "color": grey}
+        for exponent, line in GUIDES:
+            y = [start * (n / ends[0]) ** exponent for n in ends]
+            known += y
+            if len(lengths) > 1:
+                ax.plot(ends, y, line, color=grey, linewidth=1.4, gid=f"guide-{exponent}")
+                # Powers of n are named at their right end, outside the axes.
+                name = power(exponent, 2 if exponent == 0.25 else 1)
+                ax.annotate(name, (ends[1], y[1]), (5, 0), textcoords="offset points", **style)
+        log_ticks(ax.yaxis, known)
     ax.set_xlabel("n, tokens")
 
 

@@ -96,14 +96,9 @@ def section(name: str, question: str, answer: str, *parts: str) -> str:
 
 
 def chart(name: str, label: str, draw: Draw, *, wide: int = WIDE, about: str = "") -> str:
-    """A chart in two widths, of which the style sheet shows one; arrow keys move over its marks.
+    """Draw a chart in two widths, of which the style sheet shows one; `about` is a line above it.
 
-    Args:
-        name: A name that is unique on the page.
-        label: What the chart shows, for readers who do not see it.
-        draw: Draws the chart at a width in pixels, and notes its marks.
-        wide: The larger width.
-        about: A line above the chart.
+    `name` is unique on the page, and `label` describes the chart to readers who do not see it.
     """
     drawn = []
     for kind, width in (("wide", wide), ("narrow", NARROW)):
@@ -125,20 +120,15 @@ def table(
     head: Sequence[str], lines: Sequence[Sequence[str]], name: str = "", *, raw: bool = False
 ) -> str:
     """A table whose first column is text; `raw` means that its cells are HTML already."""
-    clean = (lambda text: text) if raw else escape
     heads = "".join(
         f'<th scope="col"{"" if i else " class=text"}>{escape(text)}</th>'
         for i, text in enumerate(head)
     )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{clean(text)}</td>" if i else f'<th scope="row" class="text">{clean(text)}</th>'
-            for i, text in enumerate(line)
-        )
-        + "</tr>"
-        for line in lines
-    )
+    body = ""
+    for line in lines:
+        first, *others = line if raw else map(escape, line)
+        cells = "".join(f"<td>{text}</td>" for text in others)
+        body += f'<tr><th scope="row" class="text">{first}</th>{cells}</tr>'
     label = escape(name or head[0])
     # A table that may scroll sideways must be reachable by keyboard.
     return (
@@ -190,14 +180,9 @@ def _template(name: str) -> str:
 def inline_svg(
     figure: Figure, marks: Mapping[str, Mark], name: str, label: str, titled: bool = True
 ) -> str:
-    """The figure as an SVG element for HTML.
+    """Turn a figure into an SVG element for HTML, with the marks of its artists by their gid.
 
-    Args:
-        figure: The figure; its colours are those of the palette.
-        marks: What the page says about artists, by their gid.
-        name: A name that is unique on the page; ids inside the figure depend on it.
-        label: The description for readers who do not see the figure.
-        titled: Whether marks have titles, which browsers show without a script.
+    Ids inside the figure depend on its name; titles are what browsers show without a script.
     """
     import matplotlib as mpl
 
@@ -291,11 +276,8 @@ def as_json(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ",".join(f"{as_json(str(key))}:{as_json(inner)}" for key, inner in value.items())
-            + "}"
-        )
+        pairs = (f"{as_json(str(key))}:{as_json(inner)}" for key, inner in value.items())
+        return f"{{{','.join(pairs)}}}"
     if isinstance(value, Sequence):
         # Of 100,000 rows nearly all time is spent here, in columns of one type.
         kinds = {type(item) for item in value}

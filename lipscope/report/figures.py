@@ -76,21 +76,18 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
         for i, curve in enumerate(part):
             # One study: a colour per layer. Several: a colour per study, a marker per layer.
             tint = series(i, len(part)) if len(drawn) == 1 else series(k, len(drawn))
-            shape = curve_of(curve, i, _label(curve, name), tint)
+            law = curve.law
+            fit = f", α = {exponent_range(law.alpha, law.low, law.high)}" if law else ""
+            text = f"{name}: {layer_name(curve.layer)}{fit}".removeprefix(": ")
+            shape = curve_of(curve, i, text, tint)
             charts.curves(ax, [shape], {})
             values += [y for side in shape.spread or () for y in side]
     charts.finish_growth(ax, lengths, values, SIZE)
     ax.set_ylabel(f"σ, {shown(scope, 30)}", parse_math=False)
     legend = ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.12, 1.0))
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    for entry in legend.get_texts():
+        entry.set_parse_math(False)
     return ax
-
-
-def _label(curve: LengthCurve, study: str) -> str:
-    law = curve.law
-    growth = f", α = {exponent_range(law.alpha, law.low, law.high)}" if law else ""
-    return f"{study}: {layer_name(curve.layer)}{growth}".removeprefix(": ")
 
 
 def tokens(
@@ -124,14 +121,16 @@ def _measured(study: Study) -> Study:
 
 
 def new_axes(ax: Axes | None) -> Axes:
-    """The Axes given, or new ones of a figure that notebooks show."""
+    """Return the Axes given, or new ones of a figure that notebooks show."""
+    if ax is not None:
+        return ax
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise UserError(
             "figures need matplotlib; install it with: pip install matplotlib"
         ) from error
-    return plt.subplots()[1] if ax is None else ax
+    return plt.subplots()[1]
 
 
 def draw_readings(readings: Sequence[Reading], ax: Axes | None) -> Axes:
@@ -171,24 +170,14 @@ def draw_transitions(found: Sequence[Transition], ax: Axes) -> Axes:
     for i, curve in enumerate(found):
         tint = colour(series(i, len(found)))
         n = [float(count) for count in curve.n]
-        ax.plot(
-            n,
-            curve.sigma.tolist(),
-            color=tint,
-            label=f"R = {curve.R:g}, plateau {curve.plateau:.3g}",
-        )
+        name = f"R = {curve.R:g}, plateau {curve.plateau:.3g}"
+        ax.plot(n, curve.sigma.tolist(), color=tint, label=name)
         if curve.predicted <= n[-1]:
             ax.vlines(curve.predicted, 1, curve.plateau, color=tint, linewidth=0.8, linestyle=":")
             ax.plot([curve.predicted], [curve.plateau], "o", color=tint, markersize=5)
-    ax.plot(
-        [],
-        [],
-        "o:",
-        color=colour("muted"),
-        markersize=5,
-        linewidth=0.8,
-        label="n = exp(2γR²), predicted",
-    )
+    grey = colour("muted")
+    name = "n = exp(2γR²), predicted"
+    ax.plot([], [], "o:", color=grey, markersize=5, linewidth=0.8, label=name)
     # sqrt n has no end: the axes follow the other curves.
     ax.set_xlim(2, ends[-1])
     ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found))

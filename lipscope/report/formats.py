@@ -71,6 +71,11 @@ def layer_name(layer: int | None) -> str:
     return "model" if layer is None else f"layer {layer}"
 
 
+def place_name(layer: int | None) -> str:
+    """A layer in a sentence."""
+    return "the whole model" if layer is None else layer_name(layer)
+
+
 def text_table(
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from lipscope._checks import name_bad_argument
 from lipscope._types import UserError
 from lipscope.report import words
-from lipscope.report.comparison import digest, labels, random_seed
+from lipscope.report.comparison import comparison_html, digest, labels
 from lipscope.report.content import (
     Heat,
     Strip,
@@ -37,6 +37,8 @@ from lipscope.study.study import Study
 SHORT = 64
 """The length at which bounds are suggested: the search for the worst input takes long beyond."""
 
+OF_BUDGETS = (BUDGET, OBSERVED, WORST_CASE)
+
 NO_BOUNDS = (
     "σ is local: another text, or a longer one, may give a larger value. This study contains no "
     "bounds and no search for the worst input."
@@ -45,9 +47,7 @@ NO_BOUNDS = (
 
 @name_bad_argument
 def write_report(
-    study: Study | Sequence[Study],
-    path: str | os.PathLike[str],
-    against: Study | None = None,
+    study: Study | Sequence[Study], path: str | os.PathLike[str], against: Study | None = None
 ) -> Path:
     """Write a study as one self-contained HTML page, or compare several on one.
 
@@ -67,15 +67,9 @@ def write_report(
         >>> import lipscope as ls
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaModel
-        >>> model = LlamaModel(
-        ...     LlamaConfig(
-        ...         vocab_size=9,
-        ...         hidden_size=4,
-        ...         intermediate_size=4,
-        ...         num_hidden_layers=1,
-        ...         num_attention_heads=1,
-        ...     )
-        ... ).double()
+        >>> sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+        >>> config = LlamaConfig(vocab_size=9, num_attention_heads=1, **sizes)
+        >>> model = LlamaModel(config).double()
         >>> study = ls.measure(model, torch.arange(8)[None], lengths=(4,), samples=1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     page = ls.write_report(study, f"{directory}/report.html")
@@ -86,8 +80,6 @@ def write_report(
         return write(html(study, against), path, typed=True)
     if against is not None:
         raise UserError("a list of studies is compared already; omit against, or give one study")
-    from lipscope.report.comparison_page import comparison_html
-
     return write(comparison_html([digest(one) for one in study]), path, typed=True)
 
 
@@ -153,7 +145,7 @@ def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
         return (f"{text}\n{words.describe_reference(layers, theirs, labels([study, against])[1])}",)
     told = _told(study)
     # Random weights have no reference of their own: they are one.
-    if told[:2] != ["lipscope", "measure"] or random_seed(study) is not None:
+    if told[:2] != ["lipscope", "measure"] or study.info.about.random_init is not None:
         return (text,)
     place = _directory(study)
     measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
@@ -170,15 +162,12 @@ def _measured(
 ) -> list[str]:
     """The sections that need values."""
     curves = length_curves(study)
+    strip = token_part(_first(study, every)) if every else ""
     row = study.peak()
     others = [] if against is None else length_curves(against)
     name = "" if against is None else labels([study, against])[1]
     scope = main_scope([curve.scope for curve in curves])
-    reference = {
-        curve.layer: curve.spreads[row.n].middle
-        for curve in others
-        if curve.scope == scope and row.n in curve.spreads
-    }
+    reference = words.medians(others, scope, row.n)
     return [
         section(
             "rough",
@@ -194,23 +183,14 @@ def _measured(
             words.describe_growth(study),
             growth_part(curves, others, name),
         ),
-        section(
-            "tokens",
-            "Which tokens carry it?",
-            words.describe_tokens(study),
-            token_part(_first(study, every)) if every else "",
-        ),
-        section(
-            "worst",
-            "How far is it from the worst case?",
-            *_worst(study),
-        ),
+        section("tokens", "Which tokens carry it?", words.describe_tokens(study), strip),
+        section("worst", "How far is it from the worst case?", *_worst(study)),
     ]
 
 
 def _worst(study: Study) -> tuple[str, str]:
     """How far sigma is from its bounds, in words and as a chart; or the command that adds them."""
-    if any(not row.probe.startswith((SIGMA, BUDGET, OBSERVED, WORST_CASE)) for row in study.rows):
+    if any(not row.probe.startswith((SIGMA, *OF_BUDGETS)) for row in study.rows):
         # Late: the theorems import torch, which a study without bounds does not need.
         from lipscope.report.bounds import bounds_part, describe_worst_case, surrounded
 
@@ -256,19 +236,12 @@ def _facts(study: Study) -> str:
     """Reasons for failure, the measured maps, and the settings that the numbers depend on."""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in words.failures(study))
     found = f"<h3>Rows without a value</h3><ul>{reasons}</ul>" if reasons else ""
-    known = study.info.about.scopes
-    maps = "".join(
-        f"<dt>{escape(shown(scope, 30))}</dt>"
-        f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
-        for scope in dict.fromkeys(
-            row.scope
-            for row in study.rows
-            if not row.probe.startswith((BUDGET, OBSERVED, WORST_CASE))
-        )
-    )
-    found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     identity = study.info.identity
     about = study.info.about
+    measured = [row for row in study.rows if not row.probe.startswith(OF_BUDGETS)]
+    scopes = dict.fromkeys(row.scope for row in measured)
+    maps = _listed({shown(name, 30): about.scopes.get(name, "not described") for name in scopes})
+    found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     settings = {
         "model": f"{about.model} ({about.architecture}, {about.layers} layers, "
@@ -286,13 +259,17 @@ def _facts(study: Study) -> str:
         "gap": "none requested" if identity.gap is None else f"{identity.gap:g}",
         "versions": versions,
     }
-    facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(shown(value, 400))}</dd>"
-        for name, value in settings.items()
-    )
     told = "\n".join(shown(line, 2000) for line in study.commands)
     again = command(told) if told else "<p>The input was not a text.</p>"
     return (
-        f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
+        f'{found}<h3>What was measured</h3><dl class="facts box">{_listed(settings)}</dl>'
         f"<h3>Command to repeat the measurement</h3>{again}"
+    )
+
+
+def _listed(facts: Mapping[str, str]) -> str:
+    """Names and values as the items of a definition list."""
+    return "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(shown(value, 400))}</dd>"
+        for name, value in facts.items()
     )

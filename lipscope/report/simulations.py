@@ -23,6 +23,7 @@ from lipscope.dynamics.particles import Flow
 from lipscope.dynamics.simulation import Moments, Simulation
 from lipscope.report.figures import new_axes
 from lipscope.report.palette import colour
+from lipscope.study.export import finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,13 +44,8 @@ PATHS = 400
 LARGEST = 1e200
 """Above this, the ticks and margins of an axis overflow."""
 
-BELOW: dict[str, Any] = {
-    "fontsize": "small",
-    "loc": "upper center",
-    "bbox_to_anchor": (0.5, -0.14),
-    "ncols": 2,
-    "frameon": False,
-}
+BELOW: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.14), "fontsize": "small", "frameon": False}
+BELOW |= {"loc": "upper center", "ncols": 2}
 BLUE = colour("s0")
 ORANGE = colour("s1")
 GREY = colour("muted")
@@ -69,20 +65,6 @@ def plot_simulation(simulation: Simulation) -> list[Axes]:
     return _panels(simulation, plt.figure(figsize=SIZE, layout="constrained")).axes
 
 
-def plot_flow(flow: Flow, ax: Axes | None, renormalised: bool) -> Axes:
-    """The paths of the tokens of any flow."""
-    ax = new_axes(ax)
-    _paths(ax, flow, renormalised)
-    return ax
-
-
-def plot_depth_growth(found: DepthGrowth, ax: Axes | None) -> Axes:
-    """The growth of a small change along depth, and its bounds."""
-    ax = new_axes(ax)
-    _growth(ax, found)
-    return ax
-
-
 def _panels(simulation: Simulation, figure: Figure) -> Figure:
     left, right = figure.subplots(1, 2)
     found = simulation.found
@@ -90,12 +72,12 @@ def _panels(simulation: Simulation, figure: Figure) -> Figure:
         _cloud(left, simulation, found)
         _spread(right, simulation, found)
     else:
-        _paths(left, simulation.flow, simulation.preset.renormalise)
+        plot_flow(simulation.flow, left, simulation.preset.renormalise)
         if isinstance(found, Clusters):
             _centres(left, simulation, found)
             _counts(right, simulation, found)
         else:
-            _growth(right, found)
+            plot_depth_growth(found, right)
     figure.suptitle(
         f"{simulation.name}: n = {simulation.n}, d = {simulation.dim}, seed {simulation.seed}",
         fontsize="medium",
@@ -103,8 +85,9 @@ def _panels(simulation: Simulation, figure: Figure) -> Figure:
     return figure
 
 
-def _paths(ax: Axes, flow: Flow, renormalised: bool) -> None:
-    """The initial tokens and their paths."""
+def plot_flow(flow: Flow, ax: Axes | None, renormalised: bool) -> Axes:
+    """Draw the initial tokens of any flow and their paths."""
+    ax = new_axes(ax)
     z = (flow.renormalised if renormalised else flow.positions).detach().cpu().numpy()
     times, (n, dim) = flow.times.cpu().numpy(), z.shape[1:]
     # Spread over the sequence, because in a causal flow the position decides the fate of a token.
@@ -121,6 +104,7 @@ def _paths(ax: Axes, flow: Flow, renormalised: bool) -> None:
     if dim > 1:
         ax.scatter(z[0, :, 0], z[0, :, 1], s=6, c=tint, alpha=0.7, label="tokens at t = 0")
     _label_axes(ax, dim, renormalised)
+    return ax
 
 
 def _label_axes(ax: Axes, dim: int, renormalised: bool) -> None:
@@ -140,19 +124,14 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
     what = "limit points" if found.clear else "centres of groups"
     centres = found.centres.numpy()
     extreme = found.extreme.numpy()
-    end = simulation.flow.times[-1].item()
+    style: dict[str, Any] = {"s": 60, "edgecolors": ORANGE, "zorder": 3}
+    at = centres
+    if simulation.dim == 1:
+        at = np.insert(centres, 0, simulation.flow.times[-1].item(), axis=1)
     for which, face, name in ((extreme, ORANGE, "vertices"), (~extreme, "white", "not vertices")):
-        if not which.any():
-            continue
-        points = centres[which]
-        x, y = (
-            (np.full(len(points), end), points[:, 0])
-            if simulation.dim == 1
-            else (points[:, 0], points[:, 1])
-        )
-        ax.scatter(
-            x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"{what}: {which.sum()} {name}"
-        )
+        if which.any():
+            text = f"{what}: {which.sum()} {name}"
+            ax.scatter(at[which, 0], at[which, 1], c=face, label=text, **style)
     if simulation.dim == 2 and extreme.sum() > 2:
         corners = centres[extreme]
         # Corners of a convex polygon in the order of their angles around its centre.
@@ -160,16 +139,9 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
         hull = corners[[*around, around[0]]]
         ax.plot(hull[:, 0], hull[:, 1], color=ORANGE, linewidth=1, linestyle="--")
     if simulation.preset.causal and simulation.dim > 1:
-        first = simulation.shown[0, 0]
-        ax.scatter(
-            first[0],
-            first[1],
-            marker="x",
-            s=90,
-            c=colour("s5"),
-            zorder=4,
-            label="first token, at rest",
-        )
+        x, y = simulation.shown[0, 0, :2]
+        tint = colour("s5")
+        ax.scatter(x, y, marker="x", s=90, c=tint, zorder=4, label="first token, at rest")
     ax.legend(**BELOW)
 
 
@@ -241,26 +213,15 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     top = 3 * (largest if len(largest) else ours[0]).max().item()
     for i in range(min(simulation.dim, 2)):
         tint = (BLUE, ORANGE)[i]
-        _curve(
-            ax, closed.times, ours[:, i], color=tint, label=f"coordinate {i + 1}, closed equation"
-        )
+        name = f"coordinate {i + 1}, closed equation"
+        _curve(ax, closed.times, ours[:, i], color=tint, label=name)
         if simulation.n > 1:
+            style = {"marker": "o", "linestyle": "", "markersize": 3, "color": tint}
             times = simulation.flow.times[::4]
-            values = theirs[::4, i]
-            _curve(
-                ax,
-                times,
-                values,
-                marker="o",
-                linestyle="",
-                markersize=3,
-                color=tint,
-                label="particles",
-            )
+            _curve(ax, times, theirs[::4, i], **style, label="particles")
     if found.blow_up is not None:
-        ax.axvline(
-            found.blow_up, color=GREY, linestyle=":", label=f"blow-up at t = {found.blow_up:.4g}"
-        )
+        name = f"blow-up at t = {found.blow_up:.4g}"
+        ax.axvline(found.blow_up, color=GREY, linestyle=":", label=name)
     ax.set_ylim(0, top)
     ax.set_xlabel("depth t")
     ax.set_ylabel("standard deviation of the tokens")
@@ -273,7 +234,9 @@ def _curve(ax: Axes, times: Tensor, values: Tensor, **style: Any) -> None:
     ax.plot(times[drawn], values[drawn], **style)
 
 
-def _growth(ax: Axes, found: DepthGrowth) -> None:
+def plot_depth_growth(found: DepthGrowth, ax: Axes | None) -> Axes:
+    """Draw the growth of a small change along depth, and its bounds."""
+    ax = new_axes(ax)
     curves: tuple[tuple[Tensor, str, str, str], ...] = (
         (found.gronwall, "exp of the integral of ‖D f‖", ":", GREY),
         (found.product, "product of the layers' constants", "--", ORANGE),
@@ -285,6 +248,7 @@ def _growth(ax: Axes, found: DepthGrowth) -> None:
     ax.set_xlabel("depth t")
     ax.set_ylabel("largest growth of a small change")
     ax.legend(fontsize="small", loc="upper left")
+    return ax
 
 
 def write_simulation(simulation: Simulation, out: Path) -> list[Path]:
@@ -320,13 +284,10 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
     """The rows of the summary table, as (name, text)."""
     found = simulation.found
     flow = simulation.flow
+    tokens = f"{simulation.n} of dimension {simulation.dim}, seed {simulation.seed}"
     lines = [
         ("preset", f"{simulation.name}: {simulation.preset.about}"),
-        (
-            "tokens",
-            f"{simulation.n} of dimension {simulation.dim}, seed {simulation.seed}, "
-            f"{simulation.device}",
-        ),
+        ("tokens", f"{tokens}, {simulation.device}"),
         ("flow", flow.summary),
     ]
     if isinstance(found, Clusters):
@@ -340,15 +301,10 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
         if found.closed.ok and flow.ok and simulation.n > 1:
             ours = found.closed.covariances[end].trace().item()
             theirs = flow.positions[end].var(dim=0).sum().item()
-            lines += [
-                ("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")
-            ]
-        blow_up = (
-            f"none before t = {found.searched:.4g}"
-            if found.blow_up is None
-            else f"t = {found.blow_up:.9g}"
-        )
-        lines += [("blow-up", blow_up)]
+            variance = f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles"
+            lines += [("variance", variance)]
+        none = f"none before t = {found.searched:.4g}"
+        lines += [("blow-up", none if found.blow_up is None else f"t = {found.blow_up:.9g}")]
     else:
         lines += [("growth", found.summary)]
     return lines
@@ -375,35 +331,25 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "unresolved": flow.unresolved,
     }
     if isinstance(found, Clusters):
-        parts = {name: _plain(getattr(found, name)) for name in CLUSTER}
+        parts = {name: getattr(found, name).tolist() for name in CLUSTER}
         numbers["clusters"] = {"width": found.width} | parts
     elif isinstance(found, Moments):
         x = flow.positions[-1]
+        own = x.T.cov().reshape(x.shape[1], -1).tolist() if len(x) > 1 else None
         numbers["gaussian"] = {
             "blow_up": found.blow_up,
             "searched": found.searched,
             "reached": found.closed.times[-1].item(),
-            "mean": _plain(found.closed.means[-1]),
-            "covariance": _plain(found.closed.covariances[-1]),
-            "particle_mean": _plain(x.mean(0)),
-            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], -1))
-            if len(x) > 1
-            else None,
+            "mean": found.closed.means[-1].tolist(),
+            "covariance": found.closed.covariances[-1].tolist(),
+            "particle_mean": x.mean(0).tolist(),
+            "particle_covariance": own,
         }
     else:
-        parts = {name: _plain(getattr(found, name)) for name in GROWTH}
+        parts = {name: getattr(found, name).tolist() for name in GROWTH}
         numbers["growth"] = {"overflow": found.overflow} | parts
-    return numbers
-
-
-def _plain(x: Tensor) -> Any:
-    def finite(value: Any) -> Any:
-        if isinstance(value, list):
-            return [finite(v) for v in value]
-        # JSON has neither infinity nor NaN; a blow-up makes both.
-        return value if isinstance(value, bool | int) or math.isfinite(value) else None
-
-    return finite(x.tolist())
+    # JSON has neither infinity nor NaN; a blow-up makes both.
+    return finite(numbers)
 
 
 def _series(simulation: Simulation) -> list[list[Any]]:
@@ -411,23 +357,13 @@ def _series(simulation: Simulation) -> list[list[Any]]:
     flow = simulation.flow
     found = simulation.found
     if isinstance(found, Clusters):
-        return [
-            ["t", "groups"],
-            *([t, c] for t, c in zip(flow.times.tolist(), found.counts.tolist(), strict=True)),
-        ]
+        groups = zip(flow.times.tolist(), found.counts.tolist(), strict=True)
+        return [["t", "groups"], *map(list, groups)]
     if isinstance(found, Moments):
         d = range(simulation.dim)
         head = ["t", *(f"mean_{i}" for i in d), *(f"covariance_{i}_{j}" for i in d for j in d)]
-        lines = torch.cat(
-            [
-                found.closed.times[:, None].to(found.closed.means),
-                found.closed.means,
-                found.closed.covariances.flatten(1),
-            ],
-            dim=1,
-        )
-        return [head, *lines.tolist()]
-    return [
-        ["t", *GROWTH[1:]],
-        *torch.stack([getattr(found, name) for name in GROWTH], dim=1).tolist(),
-    ]
+        means = found.closed.means
+        parts = [found.closed.times[:, None].to(means), means, found.closed.covariances.flatten(1)]
+        return [head, *torch.cat(parts, dim=1).tolist()]
+    columns = [getattr(found, name) for name in GROWTH]
+    return [["t", *GROWTH[1:]], *torch.stack(columns, dim=1).tolist()]

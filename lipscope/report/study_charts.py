@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Grid, Marks
@@ -23,19 +23,18 @@ MANY_ROWS = 40
 MANY_CURVES = 150
 """A chart of growth has at most this many layers: a thousand curves take seconds to draw."""
 
+SIDES = {
+    "right": "Input: tokens whose change matters most",
+    "left": "Output: tokens that change most",
+}
 
-SIDES = (
-    ("right", "Input: tokens whose change matters most"),
-    ("left", "Output: tokens that change most"),
-)
 
-
-def heat_chart(found: Heat, name: str = "heat") -> str:
+def heat_chart(found: Heat) -> str:
     """The heat map at the greatest length; the script shows the others."""
     ends = f"{digits(found.scale.low)} to {digits(found.scale.high)}"
     label = f"Heat map of the median σ over layers and heads, from {ends}."
     kind = ", logarithmic" if found.scale.log else ""
-    return grid_chart(found.grids[-1], name, label) + (
+    return grid_chart(found.grids[-1], "heat", label) + (
         f'<p class="scale"><span>{digits(found.scale.low)}</span><span class="bar"></span>'
         f"<span>{digits(found.scale.high)}</span><span>median σ{kind}</span></p>"
     )
@@ -65,16 +64,9 @@ def grid_chart(grid: Grid, name: str, label: str) -> str:
             for text, tick in zip(grid.columns, ax.xaxis.get_major_ticks(), strict=False):
                 tick.label1.set_rotation(0 if text.isdigit() else 90)
         if heads:
-            ax.annotate(
-                "head",
-                (heads / 2, len(grid.rows)),
-                (0, -22),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                size=size,
-                color=colour("ink"),
-            )
+            spot = (heads / 2, len(grid.rows))
+            style: dict[str, Any] = {"ha": "center", "va": "top", "color": colour("ink")}
+            ax.annotate("head", spot, (0, -22), textcoords="offset points", size=size, **style)
         return figure
 
     wide = int(min(900, max(420, margin + 58 * len(grid.columns))))
@@ -84,13 +76,9 @@ def grid_chart(grid: Grid, name: str, label: str) -> str:
 def ranking(
     curves: Sequence[LengthCurve], n: int, reference: dict[int | None, float], other: str
 ) -> str:
-    """The layers of one scope, the largest median first, beside the reference where there is one.
+    """The layers of one scope, the largest median at length n first.
 
-    Args:
-        curves: The curves of one scope.
-        n: The length.
-        reference: Per layer, the median at the same length in another study.
-        other: The name of that study.
+    `reference` has the medians of another study at that length, by layer, and `other` its name.
     """
     here = [curve for curve in curves if n in curve.spreads]
     ranked = sorted(here, key=lambda curve: -curve.spreads[n].middle)
@@ -155,18 +143,10 @@ def curve_chart(
     others: Sequence[Curve] = (),
     guides: bool = True,
 ) -> str:
-    """Curves over length on log axes; empty if no value is positive.
+    """Draw curves over length on log axes; empty if no value is positive.
 
-    Args:
-        name: A name that is unique on the page.
-        label: What the chart shows, for readers who do not see it.
-        lines: The curves.
-        heights: In pixels, for a window and for a telephone.
-        wide: The larger width.
-        ylabel: What the curves show.
-        about: A line above the chart.
-        others: Curves without marks, which are not among those to choose.
-        guides: Whether powers of n are drawn below.
+    `heights` are those on a window and on a telephone; `others` are curves without marks, which are
+    not among those to choose; `guides` are powers of n below the curves.
     """
     others = [curve for curve in others if curve.x]
     drawn = [*others, *(curve for curve in lines if curve.x)]
@@ -198,11 +178,9 @@ def curve_of(curve: LengthCurve, k: int, name: str, tint: str) -> Curve:
     # A zero has no place on a log axis.
     kept = {n: s for n, s in curve.spreads.items() if s.least > 0 and s.most < math.inf}
     law = curve.law
-    end = (
-        "no law: too few lengths"
-        if law is None
-        else (f"law: {power(law.alpha)}, exponent in [{exponent(law.low)}, {exponent(law.high)}]")
-    )
+    end = "no law: too few lengths"
+    if law is not None:
+        end = f"law: {power(law.alpha)}, exponent in [{exponent(law.low)}, {exponent(law.high)}]"
     return Curve(
         name=name,
         x=list(kept),
@@ -265,27 +243,16 @@ def _charts(
 
 
 def _laws(curves: Sequence[LengthCurve]) -> str:
-    head = [
-        "layer",
-        "median σ at the largest n",
-        "exponent α",
-        "95 % interval",
-        "rms in log σ",
-        "R(n)",
-    ]
+    head = ["layer", "median σ at the largest n"]
+    head += ["exponent α", "95 % interval", "rms in log σ", "R(n)"]
     lines = []
     for k, curve in enumerate(curves):
         law = curve.law
         ends = (min(curve.radius), max(curve.radius))
-        fitted = (
-            ["–", "–", "–"]
-            if law is None
-            else [
-                exponent(law.alpha),
-                f"[{exponent(law.low)}, {exponent(law.high)}]",
-                f"{law.rms:.2f}",
-            ]
-        )
+        fitted = ["–", "–", "–"]
+        if law is not None:
+            within = f"[{exponent(law.low)}, {exponent(law.high)}]"
+            fitted = [exponent(law.alpha), within, f"{law.rms:.2f}"]
         radii = " → ".join(digits(curve.radius[n]) for n in dict.fromkeys(ends))
         name = swatch(series(k, len(curves)), marker(k)[1], layer_name(curve.layer))
         lines.append([name, digits(curve.last.middle), *fitted, radii])
@@ -295,7 +262,7 @@ def _laws(curves: Sequence[LengthCurve]) -> str:
 def token_part(strip: Strip) -> str:
     """The tokens of one map, by their norms in the right and the left singular vector."""
     found = ""
-    for side, title in SIDES:
+    for side, title in SIDES.items():
         norms = getattr(strip, side)
         most = max(norms) or 1
         # The square root of the norm: beside a token that carries nearly all, others stay visible.

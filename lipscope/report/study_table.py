@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from statistics import median
@@ -20,6 +21,7 @@ from lipscope.report.formats import (
     exponent_range,
     interval,
     layer_name,
+    place_name,
     shown,
     text_table,
 )
@@ -63,21 +65,21 @@ def summary(study: Study) -> RenderableType:
     return Group(*parts)
 
 
+@dataclass(frozen=True)
 class _Fitting:
     """The table of a study and its legend, without the last columns on a narrow terminal."""
 
-    def __init__(self, study: Study) -> None:
-        self._study = study
+    study: Study
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for columns in (6, 5, 4, 3):
-            table = _table(self._study, columns)
+            table = _table(self.study, columns)
             if Measurement.get(console, options.update(max_width=1000), table).maximum <= (
                 options.max_width
             ):
                 break
         yield table
-        yield Text(f"\n{_legend(self._study, columns)}\n", style="dim")
+        yield Text(f"\n{_legend(self.study, columns)}\n", style="dim")
 
 
 def _table(study: Study, columns: int) -> Table:
@@ -130,11 +132,9 @@ def _legend(study: Study, columns: int) -> str:
 
 def _peak(study: Study) -> Text:
     row = study.peak()
-    where = "the whole model" if row.layer is None else f"layer {row.layer}"
-    text = Text(
-        f"Most sensitive: {where} ({for_terminal(row.scope)}), σ = {row.value:.4g} at n = {row.n}, "
-        f"sample {row.sample}."
-    )
+    where = f"{place_name(row.layer)} ({for_terminal(row.scope)})"
+    at = f"n = {row.n}, sample {row.sample}"
+    text = Text(f"Most sensitive: {where}, σ = {row.value:.4g} at {at}.")
     try:
         found = study.tokens_of(row)
     except UserError:  # the study has no token norms, or they are lost
@@ -167,9 +167,7 @@ def _ranking(study: Study) -> list[RenderableType]:
 
 def summary_html(study: Study) -> str:
     """The headline, and per map sigma at the largest length with its growth exponent."""
-    name = (
-        f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
-    )
+    name = f"<strong>{escape(shown(study.info.about.model, 80))}</strong>"
     rows = []
     for scope, layer in study.maps:
         largest = study.largest(scope, layer)
@@ -183,7 +181,7 @@ def summary_html(study: Study) -> str:
     table = html_table(HEAD, rows) if rows else ""
     missing = len(study.failed)
     failed = f"<p>Without a value: {counted(missing, 'row')}.</p>" if missing else ""
-    return f"<div><p>{name}</p>{table}{failed}</div>"
+    return f"<div><p>{name}: {escape(headline(study))}</p>{table}{failed}</div>"
 
 
 def terminal_html(table: RenderableType) -> str:

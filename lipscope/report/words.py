@@ -21,11 +21,12 @@ from lipscope.report.formats import (
     exponent,
     interval,
     layer_name,
+    place_name,
     power,
     shown,
     shown_token,
 )
-from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
+from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS
 from lipscope.study.records import BUDGET, Row
 from lipscope.study.study import Study, Token
 
@@ -47,8 +48,8 @@ FIRST_TOKEN = (
 
 def place(row: Row) -> str:
     """Layer, scope and head of a row."""
-    where = "the whole model" if row.layer is None else layer_name(row.layer)
-    return f"{where}, {shown(row.scope, 30)}" + ("" if row.head is None else f", head {row.head}")
+    head = "" if row.head is None else f", head {row.head}"
+    return f"{place_name(row.layer)}, {shown(row.scope, 30)}{head}"
 
 
 def warning(study: Study) -> str:
@@ -66,20 +67,20 @@ def headline(study: Study) -> str:
             return f"Predicted numerical error in {', '.join(shown(f, 30) for f in formats)}."
         return "Every measurement failed: there is no value to show." if study.failed else NOTHING
     row, layers = most_sensitive(study)
-    name, value = next(iter(layers.items()))
-    what = "the most sensitive layer" if len(layers) > 1 else "the map"
-    where = f" ({name})" if len(layers) > 1 else ""
+    layer, value = next(iter(layers.items()))
+    one = len(layers) == 1
+    what = "the map" if one else f"the most sensitive layer ({layer_name(layer)})"
     return (
-        f"At {counted(row.n, 'token')} of this text, {what}{where} amplifies a small change of its "
+        f"At {counted(row.n, 'token')} of this text, {what} amplifies a small change of its "
         f"input by a factor of up to {digits(value)}."
     )
 
 
-def most_sensitive(study: Study) -> tuple[Row, dict[str, float]]:
+def most_sensitive(study: Study) -> tuple[Row, dict[int | None, float]]:
     """The largest row, and the layers of its scope and length by their median, largest first."""
     row = study.peak()
     found = {
-        layer_name(layer): median(values)
+        layer: median(values)
         for scope, layer in study.maps
         if scope == row.scope
         and (values := [r.value for r in study.largest(scope, layer) if r.n == row.n])
@@ -92,15 +93,15 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
     if not study.sigma:
         return []
     row, layers = most_sensitive(study)
-    name, value = next(iter(layers.items()))
-    law = law_of(study, row.scope, name)
+    layer, value = next(iter(layers.items()))
+    law = study.law(row.scope, layer)
     gap = max(map(width, study.sigma), default=math.inf)
     have = "lower" if any(math.isinf(r.upper) for r in study.sigma) else "upper"
     # Every map is measured at the same samples, so that the first one counts them.
     samples = sum(r.n == row.n for r in study.largest(*study.maps[0]))
     return [
         ("largest median σ", digits(value), f"n = {row.n:,}, {counted(samples, 'sample')}"),
-        ("most sensitive", name, f"map: {shown(row.scope, 30)}"),
+        ("most sensitive", layer_name(layer), f"map: {shown(row.scope, 30)}"),
         (
             "growth there",
             "no fit" if law is None else power(law.alpha),
@@ -114,12 +115,6 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
             "not every σ has both bounds" if math.isinf(gap) else "every σ, upper / lower",
         ),
     ]
-
-
-def law_of(study: Study, scope: str, name: str) -> Growth | None:
-    """The growth law of a layer given by its name."""
-    layer = next(at for kind, at in study.maps if kind == scope and layer_name(at) == name)
-    return study.law(scope, layer)
 
 
 def describe_sigma(study: Study) -> str:
@@ -142,35 +137,34 @@ def describe_sigma(study: Study) -> str:
     return text
 
 
-def describe_reference(mine: dict[str, float], theirs: dict[str, float], name: str) -> str:
+def describe_reference(
+    mine: dict[int | None, float], theirs: dict[int | None, float], name: str
+) -> str:
     """Medians of this study beside those of the reference, layer by layer."""
-    ratios = {at: mine[at] / theirs[at] for at in mine if theirs.get(at, 0) > 0 and mine[at] > 0}
-    ratios = {at: ratio for at, ratio in ratios.items() if 0 < ratio < math.inf}  # one may be inf
+    ratios = [mine[at] / theirs[at] for at in mine if theirs.get(at, 0) > 0 and mine[at] > 0]
+    ratios = [ratio for ratio in ratios if 0 < ratio < math.inf]  # one may be inf
     if not ratios:
         return f"{name} has no layer, map and length in common with this study."
     # Ratios are averaged geometrically: twice and half as large cancel.
-    mean = math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios))
-    low = min(ratios.values())
-    high = max(ratios.values())
+    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     verdict = (
         f"{digits(mean)} times as large as" if mean >= 1 else f"smaller by {digits(1 / mean)} than"
     )
     return (
         f"Is that much? In the geometric mean over {counted(len(ratios), 'layer')}, σ is {verdict} "
-        f"in the reference, {name}; the ratio goes from {digits(low)} to {digits(high)}."
+        f"in the reference, {name}; the ratio goes from {digits(min(ratios))} to "
+        f"{digits(max(ratios))}."
     )
 
 
 def describe_layers(study: Study) -> str:
     """The most and the least sensitive layer, and the most sensitive head."""
     row, layers = most_sensitive(study)
-    ranked = list(layers)
-    text = (
-        f"Most sensitive: {ranked[0]} (median σ = {digits(layers[ranked[0]])} at n = {row.n:,}, "
-        f"{shown(row.scope, 30)})"
-    )
+    ranked = [(layer_name(layer), digits(value)) for layer, value in layers.items()]
+    (first, most), (last, least) = ranked[0], ranked[-1]
+    text = f"Most sensitive: {first} (median σ = {most} at n = {row.n:,}, {shown(row.scope, 30)})"
     if len(ranked) > 1:
-        text += f"; least sensitive: {ranked[-1]} ({digits(layers[ranked[-1]])})"
+        text += f"; least sensitive: {last} ({least})"
     heads: dict[tuple[int | None, int], list[float]] = {}
     longest = max((r.n for r in study.sigma if r.head is not None), default=0)
     for r in study.sigma:
@@ -188,20 +182,20 @@ def describe_layers(study: Study) -> str:
 def describe_growth(study: Study) -> str:
     """The law of the most sensitive layer in words."""
     row, layers = most_sensitive(study)
-    name = next(iter(layers))
-    law = law_of(study, row.scope, name)
+    layer = next(iter(layers))
+    law = study.law(row.scope, layer)
     lengths = sorted({r.n for r in study.sigma})
     if law is None:
         return (
             f"Measured at n = {', '.join(f'{n:,}' for n in lengths)}. A growth law needs at least "
             f"{MIN_LENGTHS} lengths with a positive σ."
         )
-    radius = list(study.radius(row.scope, law.layer).values())
+    radius = list(study.radius(row.scope, layer).values())
     # An interval that contains 0 is no evidence of growth, whatever its middle says.
     flat = law.low <= 0 <= law.high
     verdict = "no significant growth" if flat else f"doubling n multiplies σ by {2**law.alpha:.2f}"
     return (
-        f"In {name} ({shown(row.scope, 30)}), σ behaves like {power(law.alpha)} "
+        f"In {layer_name(layer)} ({shown(row.scope, 30)}), σ behaves like {power(law.alpha)} "
         f"({100 * CONFIDENCE:.0f} % interval of the exponent: {exponent(law.low)} to "
         f"{exponent(law.high)}) from n = {lengths[0]:,} to {lengths[-1]:,}: {verdict}. "
         f"The residual of the fit is "
@@ -292,7 +286,10 @@ def certificate(study: Study) -> str:
         text += "; --gap iterates until there is one"
     if drowned:
         text += f"; {_have(drowned)} no lower bound above 0, because rounding may exceed them"
-    text = f"{text}.{joint(study)}"
+    text += "."
+    if count := len(study.certified):
+        who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
+        text += f"\n{who} with probability at least 1 - {_rounded_up(study.joint_failure)}."
     total = len(study.sigma)
     imprecise = sum(row.status == IMPRECISE for row in study.sigma)
     if imprecise:
@@ -308,16 +305,6 @@ def certificate(study: Study) -> str:
 
 def _have(count: int) -> str:
     return f"{count:,} has" if count == 1 else f"{count:,} have"
-
-
-def joint(study: Study) -> str:
-    """The probability with which all upper bounds hold together; empty if there are none."""
-    if not study.certified:
-        return ""
-    count = len(study.certified)
-    odds = _rounded_up(study.joint_failure)
-    who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
-    return f"\n{who} with probability at least 1 - {odds}."
 
 
 def _rounded_up(x: float) -> str:
@@ -344,10 +331,10 @@ def failures(study: Study) -> list[str]:
     return [f"{count:,} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
 
 
-def medians(curves: Sequence[LengthCurve], scope: str, n: int) -> dict[str, float]:
+def medians(curves: Sequence[LengthCurve], scope: str, n: int) -> dict[int | None, float]:
     """Per layer, the median over samples at one scope and length."""
     return {
-        layer_name(curve.layer): curve.spreads[n].middle
+        curve.layer: curve.spreads[n].middle
         for curve in curves
         if curve.scope == scope and n in curve.spreads
     }

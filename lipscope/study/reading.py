@@ -148,47 +148,28 @@ def read(
         raise UserError(
             f"{model.card.name} reads {kind}, not text; measure it from Python, with inputs={what}"
         )
-    parts: list[str] | None = None
-    if text is None:
-        parts = [default_text()]
-        name = "Python's help topics"
-    elif isinstance(text, str | Path | TextColumn):
-        parts = [content(text)]
-        name = "text"
-        if isinstance(text, TextColumn):
-            name = f"{text.path.name}, column {text.column}"
-        elif isinstance(text, Path):
-            name = text.name
-    elif (
-        isinstance(text, Sequence)
-        and text
-        and all(isinstance(part, str | Path | TextColumn) for part in text)
-    ):
-        parts = [content(part) for part in text]
-        name = f"{len(text)} texts"
-    if parts is None:
+    found = _read_texts(model, text)
+    if found is None:
         rows = _id_rows(text)
-        ids = tuple(i for row in rows for i in row)
-        name = f"token ids ({len(rows)} row{'' if len(rows) == 1 else 's'})"
         # The same ids measured whole and in windows are different studies: their digests differ.
         way = b"rows" if lengths is None else b"windows"
-        digest = _digest(way, *(repr(row).encode() for row in rows))
-    else:
-        if not any(part.strip() for part in parts):
-            raise UserError(
-                f"the text is empty ({name}); "
-                "give one with at least as many tokens as the shortest length"
-            )
-        ids = tuple(i for part in parts for i in model.encode(part))
-        warn_of_unknown(model, ids)
-        digest = _digest(*(part.encode() for part in parts))
-    check_vocabulary(model, ids)
-    if parts is None and lengths is None:
-        sizes = tuple(len(row) for row in rows)
-        _check_positions(model, sizes)
-        return FixedInputs(
-            rows=tuple(torch.tensor(row) for row in rows), lengths=sizes, digest=digest, name=name
+        found = (
+            tuple(i for row in rows for i in row),
+            f"token ids ({len(rows)} row{'' if len(rows) == 1 else 's'})",
+            _digest(way, *(repr(row).encode() for row in rows)),
         )
+        if lengths is None:
+            check_vocabulary(model, found[0])
+            sizes = tuple(len(row) for row in rows)
+            _check_positions(model, sizes)
+            return FixedInputs(
+                rows=tuple(torch.tensor(row) for row in rows),
+                lengths=sizes,
+                digest=found[2],
+                name=found[1],
+            )
+    ids, name, digest = found
+    check_vocabulary(model, ids)
     before, after = special_frame(model) if special_tokens else ((), ())
     return SampledText(
         ids=ids,
@@ -201,6 +182,35 @@ def read(
         before=before,
         after=after,
     )
+
+
+def _read_texts(model: Model, text: Text) -> tuple[tuple[int, ...], str, str] | None:
+    """The ids, the name and the digest of one text or several; None if none is given."""
+    if text is None:
+        parts = [default_text()]
+        name = "Python's help topics"
+    elif isinstance(text, str | Path | TextColumn):
+        parts = [content(text)]
+        name = text.name if isinstance(text, Path) else "text"
+        if isinstance(text, TextColumn):
+            name = f"{text.path.name}, column {text.column}"
+    elif (
+        isinstance(text, Sequence)
+        and text
+        and all(isinstance(part, str | Path | TextColumn) for part in text)
+    ):
+        parts = [content(part) for part in text]
+        name = f"{len(text)} texts"
+    else:
+        return None
+    if not any(part.strip() for part in parts):
+        raise UserError(
+            f"the text is empty ({name}); "
+            "give one with at least as many tokens as the shortest length"
+        )
+    ids = tuple(i for part in parts for i in model.encode(part))
+    warn_of_unknown(model, ids)
+    return ids, name, _digest(*(part.encode() for part in parts))
 
 
 def warn_of_unknown(model: Model, ids: Sequence[int]) -> None:

@@ -68,6 +68,21 @@ class Entry(NamedTuple):
         with closing(Study.open(self.out)) as study:
             return not study.unfinished and not study.damage
 
+    def measure(
+        self, model: Model, engine: OpenEngine, progress: Progress | None
+    ) -> tuple[str, bool]:
+        """Make the study; how it ended, and whether some of it is missing."""
+        stamp = self.stamp()
+        study = run_measurement(
+            model, self.text, self.measuring, engine=engine, out=self.out, progress=progress
+        )
+        with closing(study):
+            if study.failed:
+                return f"{len(study.failed)} rows failed", True
+        with whole_file(self.out / STAMP) as draft:
+            draft.write_text(stamp, encoding="utf-8")
+        return "measured", False
+
 
 class Ending(NamedTuple):
     """How a study of a sweep ended: measured, finished before, or why some of it is missing."""
@@ -104,7 +119,7 @@ class Sweep:
                         ending = Ending(entry, "finished before")
                     else:
                         model = model or load(entry.model, **entry.loading)
-                        ending = _measure(entry, model, engine, progress(entry))
+                        ending = Ending(entry, *entry.measure(model, engine, progress(entry)))
                 except SchedulerLostError:
                     raise
                 except UserError as error:
@@ -113,19 +128,6 @@ class Sweep:
                     reason = f"{type(error).__name__}: {on_one_line(error)}"
                     ending = Ending(entry, reason, failed=True)
                 yield ending
-
-
-def _measure(entry: Entry, model: Model, engine: OpenEngine, progress: Progress | None) -> Ending:
-    stamp = entry.stamp()
-    study = run_measurement(
-        model, entry.text, entry.measuring, engine=engine, out=entry.out, progress=progress
-    )
-    with closing(study):
-        if study.failed:
-            return Ending(entry, f"{len(study.failed)} rows failed", failed=True)
-    with whole_file(entry.out / STAMP) as draft:
-        draft.write_text(stamp, encoding="utf-8")
-    return Ending(entry, "measured")
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -240,7 +242,14 @@ def _texts(given: Any, folder: Path) -> dict[str, Path | TextColumn | None]:
     for one in given if isinstance(given, list) else [given]:
         if _is_path(one):
             found.append((folder / one).absolute())
-        elif _is_column(one):
+        elif (
+            isinstance(one, dict)
+            and one.keys() == {"file", "column"}
+            and _is_path(one["file"])
+            # A column has a name, or a number from 1.
+            and (isinstance(one["column"], str) or type(one["column"]) is int)
+            and (isinstance(one["column"], str) or 0 < one["column"] < 10**9)
+        ):
             found.append(TextColumn((folder / one["file"]).absolute(), str(one["column"])))
         else:
             raise UserError(
@@ -251,15 +260,6 @@ def _texts(given: Any, folder: Path) -> dict[str, Path | TextColumn | None]:
         [(*_parts(t.path), t.column) if isinstance(t, TextColumn) else _parts(t) for t in found]
     )
     return dict(zip(names, found, strict=True)) or {"": None}
-
-
-def _is_column(given: object) -> bool:
-    """Whether a table names a file and one of its columns, by name or number."""
-    if not isinstance(given, dict) or given.keys() != {"file", "column"}:
-        return False
-    column = given["column"]
-    numbered = isinstance(column, int) and not isinstance(column, bool) and 0 < column < 10**9
-    return _is_path(given["file"]) and (isinstance(column, str) or numbered)
 
 
 def _parts(path: Path) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from tests.study.conftest import model, prose, tiny
 __all__ = ["model", "prose", "tiny"]
 
 matplotlib.use("Agg")
+pytestmark = pytest.mark.wide
 
 SETTINGS = Settings(swaps=2, length=6)
 SMALL, LARGE = (1e-5, 3e-5), 300.0
@@ -43,7 +44,6 @@ def trials(model, texts) -> list[Trial]:
         return compare_attacks(model, texts, SETTINGS)
 
 
-@pytest.mark.wide
 def test_every_attack_has_every_norm_and_norms_agree(trials, texts):
     sizes = {(t.text, t.attack, t.budget): t.norm for t in trials}
     budgets = (*SMALL, LARGE, 1, 2)

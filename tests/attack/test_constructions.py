@@ -44,6 +44,7 @@ def test_an_opposite_crowd_reaches_the_root_of_n(seed, causal):
     assert abs(exponent(values) - 0.5) <= 0.03
 
 
+@pytest.mark.wide
 def test_the_tuned_gap_gains_the_logarithm():
     f = ls.SelfAttention(-torch.eye(3).double(), torch.eye(3).double(), torch.eye(3).double())
     gains = {

@@ -44,6 +44,7 @@ def test_budget_is_saved_resumed_and_reported(place, capsys):
     first = json.loads(capsys.readouterr().out)
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out) == first
+    assert first["metric"] == "output" and first["rows"][-1]["kind"] == "total"
     assert main(["report", str(study), "--out", str(place / "report.html")]) == 0
     page = (place / "report.html").read_text()
     assert "What does low precision cost?" in page and "lipscope budget" in page
@@ -51,12 +52,6 @@ def test_budget_is_saved_resumed_and_reported(place, capsys):
     assert main(["export", str(study)]) == 0
     found = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert {json.loads(row["extra"])["format"] for row in found} == {"int8", "kv4"}
-
-
-def test_budget_prints_json(place, capsys):
-    assert main(["budget", *arguments(place), "--format", "int8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["metric"] == "output" and found["rows"][-1]["kind"] == "total"
 
 
 def test_check_says_whether_rounding_explains_the_difference(place, capsys):

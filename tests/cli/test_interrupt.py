@@ -35,32 +35,57 @@ def ended(code: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-STOPS = {
-    "in the command itself": "def report(): raise KeyboardInterrupt",
-    "where a library continues": "def report():\n    swallow()\n"
-    "    with progress() as tell: tell(0, 1)\n    return {}",
-    "where a library fails": "def report():\n    swallow()\n"
-    "    raise ImportError('initialization failed')",
-    "where it looks like a mistake": "def report():\n    swallow()\n"
-    "    from lipscope._types import UserError\n    raise UserError('cannot load')",
+HEARD = (130, f"lipscope: {STOPPED}\n")
+RUN = "\ndoctor.report = report\nsys.exit(main())"
+CASES = {
+    "in the command itself": ("def report(): raise KeyboardInterrupt" + RUN, HEARD),
+    "where a library continues": (
+        "def report():\n    swallow()\n    with progress() as tell: tell(0, 1)\n    return {}"
+        + RUN,
+        HEARD,
+    ),
+    "where a library fails": (
+        "def report():\n    swallow()\n    raise ImportError('initialization failed')" + RUN,
+        HEARD,
+    ),
+    "where it looks like a mistake": (
+        "def report():\n    swallow()\n"
+        "    from lipscope._types import UserError\n    raise UserError('cannot load')" + RUN,
+        HEARD,
+    ),
+    "while commands are loaded": (
+        "class Slow:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'lipscope.cli.commands': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\nsys.exit(main())",
+        HEARD,
+    ),
+    "where Python would print it": (
+        "class Mortal:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def report():\n    Mortal()\n    return {}" + RUN,
+        HEARD,
+    ),
+    "where somebody knows what is saved": (
+        "def report():\n    try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except KeyboardInterrupt as stop:\n"
+        "        stop.add_note('Stopped; all\x1b is saved.')\n        raise" + RUN,
+        (143, "lipscope: Stopped; all\\x1b is saved.\n"),
+    ),
+    "after the work": (
+        "doctor.report = dict\ncode = main()\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(code)",
+        (0, ""),
+    ),
+    "where a process is told to ignore it": (
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "def report():\n    swallow()\n    return {}" + RUN,
+        (0, ""),
+    ),
 }
 
 
-@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
-def test_it_is_heard(stop):
-    assert ended(f"{stop}\ndoctor.report = report\nsys.exit(main())") == (
-        130,
-        f"lipscope: {STOPPED}\n",
-    )
-
-
-def test_it_is_heard_while_commands_are_loaded():
-    code = "class Slow:\n    def find_spec(self, name, *_):\n"
-    code += "        if name == 'lipscope.cli.commands': os.kill(os.getpid(), signal.SIGINT)"
-    assert ended(f"{code}\nsys.meta_path.insert(0, Slow())\nsys.exit(main())") == (
-        130,
-        f"lipscope: {STOPPED}\n",
-    )
+@pytest.mark.parametrize("place", CASES)
+def test_it_is_heard_once(place):
+    code, expected = CASES[place]
+    assert ended(code) == expected
 
 
 def test_one_in_the_exec_of_a_string_does_not_decide_how_python_ends(tmp_path):
@@ -73,38 +98,6 @@ def test_one_in_the_exec_of_a_string_does_not_decide_how_python_ends(tmp_path):
             [sys.executable, "-m", name], cwd=tmp_path, env=environment, timeout=120
         )
         assert done.returncode == expected
-
-
-def test_after_the_work_it_changes_nothing():
-    code = (
-        "doctor.report = dict\ncode = main()\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(code)"
-    )
-    assert ended(code) == (0, "")
-
-
-def test_whoever_knows_what_is_saved_says_it():
-    code = "def report():\n    try: os.kill(os.getpid(), signal.SIGTERM)\n"
-    code += "    except KeyboardInterrupt as stop:\n"
-    code += "        stop.add_note('Stopped; all\\x1b is saved.')\n        raise\n"
-    assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (
-        143,
-        "lipscope: Stopped; all\\x1b is saved.\n",
-    )
-
-
-def test_one_that_python_would_print_is_heard_and_not_printed():
-    code = "class Mortal:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
-    code += "def report():\n    Mortal()\n    return {}\n"
-    assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (
-        130,
-        f"lipscope: {STOPPED}\n",
-    )
-
-
-def test_a_process_told_to_ignore_ctrl_c_does_so():
-    code = "signal.signal(signal.SIGINT, signal.SIG_IGN)\ndef report():\n    swallow()\n"
-    code += "    return {}\ndoctor.report = report\nsys.exit(main())"
-    assert ended(code) == (0, "")
 
 
 def test_it_is_heard_while_arguments_are_read(monkeypatch, capsys):

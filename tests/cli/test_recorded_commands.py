@@ -32,23 +32,25 @@ def told(study):
     return [str(row._replace(seconds=0.0)) for row in study.rows]
 
 
-SHORT = ["--length", "8", "--samples", "2", "--probes", "2"]
+SHORT = "--length 8 --samples 2 --probes 2"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
-        ["measure", "--lengths", "4,8", "--samples", "2", "--scope", "block", "--layers", "1"],
-        ["measure", "--lengths", "4", "--random-init", "3", "--dtype", "float32"],
-        ["bounds", "--lengths", "4", "--layers", "0", "--seed", "2"],
-        ["attack", "--kind", "direction", "--length", "4", "--layers", "1"],
-        ["budget", *SHORT, "--format", "int8,kv8", "--observe", "--worst", "--seed", "1"],
-        ["budget", *SHORT, "--format", "bf16", "--random-init", "5", "--dtype", "float32"],
+        "measure --lengths 4,8 --samples 2 --scope block --layers 1",
+        "measure --lengths 4,6 --samples 1 --scope attention --scope heads --heads 1 --seed 5 "
+        "--tol 1e-4 --special-tokens",
+        "measure --lengths 4 --random-init 3 --dtype float32",
+        "bounds --lengths 4 --layers 0 --seed 2",
+        "attack --kind direction --length 4 --layers 1",
+        f"budget {SHORT} --format int8,kv8 --observe --worst --seed 1",
+        f"budget {SHORT} --format bf16 --random-init 5 --dtype float32",
     ],
-    ids=" ".join,
 )
-def test_a_recorded_command_measures_it_again(place, tmp_path, monkeypatch, words, capsys):
+def test_a_recorded_command_measures_it_again(place, tmp_path, monkeypatch, command, capsys):
     monkeypatch.chdir(place)
+    words = command.split()
     given = ["bare", "--tokenizer", "whole", "--text", "prose.csv", "--column", "words"]
     first, again = tmp_path / "first", tmp_path / "again"
     assert main([words[0], *given, *words[1:], "--out", str(first), "--quiet"]) == 0

@@ -1,13 +1,18 @@
-"""`lipscope measure --gap`: the option, what is printed of it, and what is refused."""
+"""Commands that write and read studies: gaps, gates, shards and workers, comparisons."""
 
 import csv
 import io
 import json
+from contextlib import closing
+from statistics import median
 
 import pytest
 
 from lipscope.cli import main
+from lipscope.study import run
+from lipscope.study.engines import SchedulerLostError
 from lipscope.study.study import Study
+from tests.report.made import grid, study
 from tests.study.tiny import PROSE, save_tiny
 
 
@@ -16,16 +21,7 @@ def measure(tmp_path_factory) -> list[str]:
     place = tmp_path_factory.mktemp("place")
     (place / "prose.txt").write_text(PROSE)
     tiny = save_tiny(place / "tiny", layers=1)
-    return [
-        "measure",
-        tiny,
-        "--text",
-        str(place / "prose.txt"),
-        "--lengths",
-        "8,16",
-        "--samples",
-        "2",
-    ]
+    return f"measure {tiny} --text {place / 'prose.txt'} --lengths 8,16 --samples 2".split()
 
 
 def test_measure_show_and_export_hold_the_closed_certificates(measure, tmp_path, capsys):
@@ -45,21 +41,21 @@ def test_measure_show_and_export_hold_the_closed_certificates(measure, tmp_path,
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (
-            ["--gap", "0"],
-            "gap, the relative distance upper / lower - 1, must lie between 0 and 1, got 0",
-        ),
-        (["--gap", "-0.5"], "must lie between 0 and 1, got -0.5"),
-        (["--gap", "1.01"], "for upper / lower <= 1.01 give 0.01"),
-        (["--gap", "small"], "--gap"),
-        (
-            ["--gap", "0.01", "--dtype", "float32"],
-            "float32 gives no upper bound; measure in float64",
-        ),
+        ("--gap 0", "gap, the relative distance upper / lower - 1, must lie between 0 and 1, got"),
+        ("--gap 1.01", "for upper / lower <= 1.01 give 0.01"),
+        ("--gap small", "--gap"),
+        ("--gap 0.01 --dtype float32", "float32 gives no upper bound; measure in float64"),
+        ("--shard 0/4", "the shard must be a whole number from 1 to 4, got 0"),
+        ("--shard four", "--shard takes K/N, as in 3/64"),
+        ("--workers 2 --cluster tcp://127.0.0.1:1", "not both"),
+        ("--workers 0", "workers must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused(measure, tmp_path, capsys, options, told):
-    assert main([*measure, *options, "--out", str(tmp_path / "s")]) == 2
+    # Shards and workers are refused before a model is loaded: nobody finds out that there is none.
+    model = "no/such/model" if "--gap" not in options else measure[1]
+    command = ["measure", model, *measure[2:], *options.split()]
+    assert main([*command, "--out", str(tmp_path / "s")]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "s").exists()
 
@@ -114,3 +110,62 @@ def test_half_of_a_surrogate_pair_in_a_table_is_named(measure, tmp_path, capsys)
     command = ["measure", measure[1], "--text", str(tmp_path / "news.jsonl"), "--column", "title"]
     assert main(command) == 2
     assert "the text contains \\ud800 (character 7)" in capsys.readouterr().err
+
+
+def test_a_lost_scheduler_is_one_line_and_exit_code_3(monkeypatch, tmp_path, capsys):
+    def lose(*arguments, **options):
+        raise SchedulerLostError("the scheduler ended; run the same command again to resume")
+
+    monkeypatch.setattr(run, "measure", lose)
+    monkeypatch.setattr("lipscope.models.loading.load", lambda *_, **__: None)
+    assert main(["measure", "any", "--cluster", "tcp://127.0.0.1:1"]) == 3
+    assert capsys.readouterr().err == (
+        "lipscope: the scheduler ended; run the same command again to resume\n"
+    )
+
+
+def test_compare_prints_a_table_and_writes_a_page(tmp_path, capsys):
+    for name, layers in (("a", 2), ("b", 1), ("c", 2)):
+        study(tmp_path / name, grid(layers=layers))
+    directories = [str(tmp_path / name) for name in "abc"]
+    page = tmp_path / "page.html"
+    assert main(["compare", *directories, "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "3 studies: fake/model" in said
+    assert all(f"fake/model, {name}" in said for name in "abc")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_json_holds_the_numbers_of_the_table(tmp_path, capsys):
+    for name, layers in (("a", 2), ("b", 1)):
+        study(tmp_path / name, grid(layers=layers))
+    words = [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "page.html")]
+    assert main(["compare", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["studies"]] == ["fake/model, a", "fake/model, b"]
+    with closing(Study.open(tmp_path / "a")) as one:
+        largest = max(row.n for row in one.sigma)
+        assert found["n"] == largest
+        for line in found["maps"]:
+            rows = one.largest(line["scope"], line["layer"])
+            middle = median(row.value for row in rows if row.n == largest)
+            assert line["sigma"] == pytest.approx([middle] * 2) and line["ratio"] == 1
+    assert found["maps"] and {line["layer"] for line in found["maps"]} == {0}
+
+
+def test_compare_needs_two_studies(tmp_path, capsys):
+    study(tmp_path / "a", grid())
+    assert main(["compare", str(tmp_path / "a")]) == 2
+    assert "at least two studies" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
+    assert "is not a study" in capsys.readouterr().err
+
+
+def test_lost_rows_end_with_their_exit_code(tmp_path, capsys, monkeypatch):
+    for name in "ab":
+        study(tmp_path / name, grid())
+    monkeypatch.setattr("lipscope.study.study.Study.damage", "3 rows are lost")
+    page = str(tmp_path / "page.html")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", page, "-q"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("3 rows are lost") == 2

@@ -1,5 +1,7 @@
 """Parsing of lists of numbers, progress in log files, plain terminals, messages."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -47,9 +49,6 @@ def test_numbers_are_refused_before_memory_is_taken(text):
 
 @given(st.text())
 def test_whatever_is_told_is_one_line_without_control_characters(message):
-    import contextlib
-    import io
-
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         assert tell(message, 2) == 2
@@ -108,30 +107,19 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
-def ended(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lipscope", *words]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
-
-
 def test_a_terminal_without_greek_letters_is_shown_words():
-    said = ended("measure", "--help", PYTHONIOENCODING="ascii")
+    command = [sys.executable, "-m", "lipscope", "measure", "--help"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert said.returncode == 0 and "sigma" in said.stdout and said.stderr == ""
 
 
 def test_a_full_disk_behind_stdout_is_one_line():
+    command = [sys.executable, "-m", "lipscope", "--version"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "lipscope", "--version"],
-            cwd=ROOT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert done.returncode == 2
-    assert done.stderr.startswith("lipscope: No space left on device") and "\n" in done.stderr
-    assert done.stderr.count("\n") == 1
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("lipscope: No space left on device")
 
 
 @pytest.mark.slow

@@ -2,12 +2,20 @@
 
 import csv
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 
 from lipscope.report.page import write_report
-from tests.report.browsing import running_browser, visitor
-from tests.report.made import HARMLESS, HOSTILE, bounded, failed, grid, study
+from tests.report.made import HARMLESS, HOSTILE, bounded, failed, grid, study, worst_found
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install playwright"
+)
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 60_000  # milliseconds: a loaded machine is slow, not wrong
 
 LINK = "bound: <a href='https://example.org'>x</a>"
 SKELETON = """() => [...document.querySelectorAll("body *")].map(
@@ -16,14 +24,50 @@ SKELETON = """() => [...document.querySelectorAll("body *")].map(
 
 @pytest.fixture(scope="module")
 def browser():
-    with running_browser() as running:
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is installed")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium
+        running = chromium.launch(executable_path=program, args=FLAGS.split(), timeout=PATIENCE)
         yield running
+        running.close()
 
 
 @pytest.fixture
 def visit(browser):
-    with visitor(browser) as opened:
-        yield opened
+    """Opens pages offline; any error, or request to the network, fails at the end."""
+    contexts, complaints = [], []
+
+    def opened(path, width=1400, scheme="light", script=True):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            offline=True,
+            reduced_motion="reduce",
+            java_script_enabled=script,
+        )
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("file:", "blob:")) or complaints.append(request.url)
+            ),
+        )
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        page.goto(path.as_uri())
+        if script:
+            page.wait_for_selector("html[data-ready]", state="attached")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +225,9 @@ def test_rows_are_saved_as_csv(visit, plain):
 
 def test_hostile_words_are_words(visit, tmp_path):
     rows = grid()
-    evil = {
-        "model": HOSTILE[0],
-        "text": HOSTILE[1],
-        "architecture": HOSTILE[2],
-        "command": HOSTILE[4],
-    }
+    evil = dict(
+        zip(("model", "text", "architecture", "command"), (*HOSTILE[:3], HOSTILE[4]), strict=True)
+    )
     hostile = study(tmp_path / "s", rows + bounded(rows, {LINK: 80.0}), HOSTILE, **evil)
     calm = study(
         tmp_path / "t", rows + bounded(rows, {"bound: x": 80.0}), **dict.fromkeys(evil, "words")
@@ -261,3 +302,25 @@ def test_a_hundred_thousand_rows_are_soon_interactive(visit, tmp_path):
     page = visit(write_report(study(tmp_path / "s", rows), tmp_path / "r.html"))
     assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3000
     assert count(page, "layer=24 n=128 sample=39") == 20
+
+
+@pytest.mark.parametrize("name", ["study", "bare", "comparison"])
+def test_no_rule_of_accessibility_is_violated(visit, tmp_path, name):
+    axe = pytest.importorskip(
+        "axe_playwright_python", reason="needs axe-core: pip install axe-playwright-python"
+    )
+    rows = grid(layers=3)
+    around = {"bound: Castin et al., ball": 80.0, "bound: input-dependent": 2.0}
+    full = study(tmp_path / "full", rows + bounded(rows, around) + worst_found(rows, 3.0))
+    bare = study(tmp_path / "bare", [r._replace(value=r.value / 3, lower=0.0) for r in rows])
+    shown = {"study": (full, bare), "bare": (bare, None), "comparison": ([full, bare, full], None)}
+    page_of, against = shown[name]
+    path = write_report(page_of, tmp_path / "page.html", against=against)
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text()
+    for width in (1400, 390):
+        for scheme in ("light", "dark"):
+            page = visit(path, width, scheme)
+            # Through the debugger, not the page: its policy forbids scripts of others.
+            page.evaluate(script)
+            found = page.evaluate("axe.run()")["violations"]
+            assert [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in found] == []

@@ -48,20 +48,10 @@ def test_digits_are_those_of_the_number(value, count):
     assert len(shown) == max(count, len(text.split(".")[0].lstrip("0")))
 
 
-@given(st.floats(0.01, 1e4), st.floats(0.01, 1e4))
-def test_digits_keep_the_order(a, b):
-    low, high = sorted((a, b))
-    assert float(digits(low)) <= float(digits(high))
-
-
 def test_exponents_and_powers():
     assert (exponent(-0.001), exponent(0.335), exponent(-0.1)) == ("0.00", "0.34", "-0.10")
-    assert (power(0.33), power(-0.004), power(-0.25), power(0.5, 1)) == (
-        "n⁰·³³",
-        "n⁰·⁰⁰",
-        "n⁻⁰·²⁵",
-        "n⁰·⁵",
-    )
+    assert (power(0.33), power(-0.004)) == ("n⁰·³³", "n⁰·⁰⁰")
+    assert (power(-0.25), power(0.5, 1)) == ("n⁻⁰·²⁵", "n⁰·⁵")
 
 
 def test_small_words():

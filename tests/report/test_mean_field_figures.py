@@ -54,22 +54,13 @@ def test_transitions(ax):
 def test_results_draw_themselves(ax):
     found = ls.mean_field.transition(one_head(-1.0), 1.5, 1e6, per_decade=1)
     assert found.plot(ax) is ax and curve(ax, "R = 1.5") == found.sigma.tolist()
-    gain = splitting_map(one_head(-1.0), torch.tensor([0.0, 4.0], dtype=torch.float64))
-    (image,) = gain.plot().collections
-    assert image.get_array().reshape(2, 2)[0, 1] == gain.gain[1, 0].item() > 1
-
-
-def test_splitting_map(ax):
-    found = splitting_map(
-        one_head(-1.0, causal=True), torch.tensor([-4.0, 0.0, 4.0], dtype=torch.float64)
-    )
-    assert figures.draw_splitting_map(found, ax) is ax
-    (image,) = ax.collections
-    drawn = image.get_array().reshape(3, 3)
-    assert (
-        drawn[1, 2] == found.gain[2, 1].item() > 1.1 and drawn[2, 1] == 1.0
-    )  # rows of the picture are token 2
-    assert len(ax.figure.axes) == 2 and "gain" in ax.figure.axes[1].get_ylabel()
+    f = one_head(-1.0, causal=True)
+    found = splitting_map(f, torch.tensor([-4.0, 0.0, 4.0], dtype=torch.float64))
+    drawn = found.plot()
+    (image,) = drawn.collections
+    shown = image.get_array().reshape(3, 3)  # rows of the picture are token 2
+    assert shown[1, 2] == found.gain[2, 1].item() > 1.1 and shown[2, 1] == 1.0
+    assert len(drawn.figure.axes) == 2 and "gain" in drawn.figure.axes[1].get_ylabel()
 
 
 def test_two_diracs(ax):

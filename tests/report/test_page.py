@@ -14,7 +14,6 @@ import pytest
 
 from lipscope._types import UserError
 from lipscope.cli import main
-from lipscope.probes.bounds import BOUND, WORST
 from lipscope.report import study_charts
 from lipscope.report.bounds import surrounded
 from lipscope.report.content import Scale, Spread, heat, strips
@@ -77,15 +76,8 @@ def page(plain):
 
 
 def test_the_answers_stand_in_order_with_their_numbers(page):
-    questions = [
-        "How smooth",
-        "Where is it most sensitive",
-        "grow with length",
-        "Which tokens",
-        "worst case",
-        "How sure",
-        "Every number",
-    ]
+    questions = ["How smooth", "Where is it most sensitive", "grow with length", "Which tokens"]
+    questions += ["worst case", "How sure", "Every number"]
     places = [page.text.index(question) for question in questions]
     assert places == sorted(places)
     # Layer 1 at n = 32: samples 2 sqrt(32) and 1.1 times that, so the median is 1.05 times it.
@@ -189,12 +181,9 @@ def test_only_what_is_in_the_file_may_run(plain):
 
 
 def test_hostile_words_leave_the_skeleton_as_it_is(tmp_path):
-    evil = {
-        "model": HOSTILE[0],
-        "text": HOSTILE[1],
-        "architecture": HOSTILE[2],
-        "command": HOSTILE[4],
-    }
+    evil = dict(
+        zip(("model", "text", "architecture", "command"), (*HOSTILE[:3], HOSTILE[4]), strict=True)
+    )
     calm = dict.fromkeys(evil, "plain words")
     rows = grid() + bounded(grid(), {HOSTILE[0]: 80.0})
     peaceful = grid() + bounded(grid(), {"a theorem": 80.0})
@@ -287,12 +276,6 @@ def test_bounds_stand_around_their_own_sigma(tmp_path):
     text = read(html(found)).text
     assert "has a σ 3.00 times that of the text in each of 2 maps" in text
     assert "at this text is 12.0 times σ" in text and "over all those inputs is 80.0" in text
-
-
-def test_the_probes_of_the_audit_are_spelled_as_there():
-    from lipscope.probes import bounds as heads
-
-    assert (BOUND, WORST) == (heads.BOUND, heads.WORST)
 
 
 @pytest.mark.parametrize(

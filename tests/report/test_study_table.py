@@ -1,11 +1,13 @@
-"""The terminal and the page name lipscope's attention where it was used, and nowhere else."""
+"""A study on the terminal and in a notebook, and where lipscope's attention is named."""
 
 import io
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
+from lipscope.linalg.local import local_lipschitz
 from lipscope.models.attention import listening
 from lipscope.models.loading import load
 from lipscope.report.study_table import summary
@@ -13,6 +15,8 @@ from lipscope.report.words import describe_certainty
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from tests.models.zoo import make, sample
+from tests.report.made import HOSTILE, failed, grid
+from tests.report.made import study as made
 from tests.study.fakes import info, row
 from tests.study.printed import shown
 
@@ -76,3 +80,25 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_folded_cells(width, last):
     said = " ".join(lines[head + 3 :])
     for column, words in (("ᵅ", "α: log-log fit"), ("rms", "rms: residual"), ("R(n)", "R(n): ")):
         assert (column in lines[head]) == (words in said)
+
+
+def test_a_study_shows_its_headline_and_its_maps(tmp_path):
+    text = made(tmp_path / "s", grid())._repr_html_()
+    assert text.count("<tr>") == 1 + 4 and "0.50 [0.38, 0.62]" in text and "fake/model" in text
+
+
+def test_a_study_of_strangers_is_text(tmp_path):
+    text = made(tmp_path / "s", [failed()], model=HOSTILE[0])._repr_html_()
+    assert "<script" not in text and "Without a value: 1 row." in text
+
+
+def test_an_estimate_shows_a_line_per_member():
+    X = torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = local_lipschitz(lambda x: 2 * x, X)
+    assert batch._repr_html_().count("<tr>") == 1 + 3
+    one = local_lipschitz(lambda x: 2 * x, X[0])
+    assert "<td>2</td>" in one._repr_html_()
+    assert (
+        one._repr_html_().count("<tr>") == 1 + 1
+        and f"<td>{one.status.name.lower()}</td>" in one._repr_html_()
+    )

@@ -64,19 +64,6 @@ def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tm
     assert again == [0]
 
 
-@pytest.mark.wide
-def test_a_study_in_pieces_is_the_study_at_once(model, prose, tmp_path):
-    def stop(done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(model, prose, (4, 8), 2, gap=0.01, out=tmp_path / "s", progress=stop)
-    study = measure(model, prose, (4, 8), 2, gap=0.01, out=tmp_path / "s")
-    assert study.info.identity.gap == 0.01 and " --gap 0.01 " in study.info.about.command
-    assert exported(study) == exported(measure(model, prose, (4, 8), 2, gap=0.01))
-
-
 @pytest.mark.parametrize(
     ("kept", "asked", "told"),
     [

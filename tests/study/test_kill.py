@@ -1,6 +1,5 @@
 """SIGKILL at any moment: no stored row is lost, and the final table is that of a full run."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -12,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from lipscope._types import UserError
-from lipscope.cli import main
 from lipscope.study.study import Study
 from tests.study.fakes import keep_slowly, roll_back
 from tests.study.printed import exported
-from tests.study.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,48 +43,6 @@ def test_a_few_kills(tmp_path, capsys):
     keep_slowly(str(tmp_path / "killed"), 60)
     keep_slowly(str(tmp_path / "calm"), 60)
     assert exported(Study.open(tmp_path / "killed")) == exported(Study.open(tmp_path / "calm"))
-
-
-@pytest.mark.slow
-def test_fifty_kills_of_two_hundred_jobs(tmp_path, prose, capsys):
-    random.seed(1)
-    model = save_tiny(tmp_path / "model", layers=5)
-    (tmp_path / "text").write_text(prose)
-    command = [
-        "measure",
-        model,
-        "--text",
-        str(tmp_path / "text"),
-        "--lengths",
-        "9-48",
-        "--samples",
-        "1",
-        "--out",
-    ]
-    assert main([*command, str(tmp_path / "calm")]) == 0
-    assert (
-        len({row[2:6:2] for row in Study.open(tmp_path / "calm").rows}) == 200
-    )  # (layer, n): one job each
-    killed = tmp_path / "killed"
-    known: set[str] = set()
-    for _ in range(50):
-        child = multiprocessing.get_context("fork").Process(
-            target=main, args=([*command, str(killed)],)
-        )
-        child.start()
-        wait_for_growth(killed, len(known))
-        time.sleep(random.uniform(0.0, 0.03))
-        assert child.pid is not None and child.is_alive(), (
-            "the study was over before its fiftieth kill"
-        )
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        roll_back(killed)
-        now = set(map(repr, Study.open(killed).rows))
-        assert known <= now
-        known = now
-    assert main([*command, str(killed)]) == 0
-    assert exported(Study.open(killed)) == exported(Study.open(tmp_path / "calm"))
 
 
 def wait_for_growth(directory: Path, rows: int) -> None:
