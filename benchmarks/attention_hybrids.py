@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipscope.attention.scores import L2, augment
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.l2_constants import value_factors
+from lipscope.nn.l2_attention import value_factors
 
 
 class DotScoresL2Values(AttentionLayer):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.l2_constants import BALL
+from lipscope.nn.l2_attention import BALL
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 from lipscope.papers.charlm.characters import CharacterText, read_characters
 from lipscope.papers.charlm.language_model import Architecture

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 import lipscope as ls
 from benchmarks import gpu_kernels, gpu_model
 from benchmarks.gpu_kernels import Row, show
-from lipscope.fused import triton_forward, triton_jvp
+from lipscope.fused import triton_forward
 from lipscope.fused.pattern import Pattern
 
 RESULTS = Path(__file__).parent / "results"
@@ -188,7 +188,7 @@ def jvp_flash(n: int) -> list[Row]:
             JVPAttn.fwd_dual(*map(forward_ad.make_dual, point, tangent), sm_scale=1.0)
 
     slower = gpu_kernels.seconds(theirs) / gpu_kernels.seconds(
-        lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)
+        lambda: triton_forward.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)
     )
     return [
         Row(

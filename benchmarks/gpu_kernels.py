@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lipscope.fused import library_vjp, tiled, triton_forward, triton_jvp, triton_vjp
+from lipscope.fused import backend, tiled, triton_backward, triton_forward
 from lipscope.fused.pattern import Pattern
 
 WIDTH = 768
@@ -107,8 +107,9 @@ def fused(n: int, head: int, causal: bool, dtype: torch.dtype, ceiling: float) -
     q, k, v = point
     pattern = Pattern(causal=causal)
     o, lse = triton_forward.forward(q, k, v, pattern)
-    back = triton_vjp.vjp if library_vjp.unsupported(q, k, v, pattern) else library_vjp.vjp
-    t = seconds(lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern))
+    library = backend.torchs_backward(q, k, v, pattern)
+    back = partial(backend.torchs_vjp, library) if library else triton_backward.vjp
+    t = seconds(lambda: triton_forward.jvp(q, k, v, o, lse, (dq, dk, dv), pattern))
     u = seconds(lambda: back(q, k, v, o, lse, g, pattern))
     rows = []
     for name, rate in (("tangent", 1 / t), ("pair", 2 / (t + u))):
@@ -142,7 +143,7 @@ def eager(n: int, head: int) -> list[Row]:
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v, dq, dk, dv = (x.to(dtype) for x in (*point, *tangent))
         o, lse = triton_forward.forward(q, k, v, Pattern())
-        fused = partial(triton_jvp.jvp, q, k, v, o, lse, (dq, dk, dv), Pattern())
+        fused = partial(triton_forward.jvp, q, k, v, o, lse, (dq, dk, dv), Pattern())
         mine, near = seconds_and_bytes(fused)
         slower, larger, kind = reference / mine, far / near, str(dtype)[6:]
         goal = 25.0 if dtype == torch.bfloat16 else None
@@ -193,8 +194,9 @@ def accuracy(n: int, head: int, causal: bool, dtype: torch.dtype) -> list[Row]:
     q, k, v = point
     pattern, rows = Pattern(causal=causal), slice(max(0, n - 64), n)
     o, lse = triton_forward.forward(q, k, v, pattern)
-    back = triton_vjp.vjp if library_vjp.unsupported(q, k, v, pattern) else library_vjp.vjp
-    do = triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)[:, :, rows].double()
+    library = backend.torchs_backward(q, k, v, pattern)
+    back = partial(backend.torchs_vjp, library) if library else triton_backward.vjp
+    do = triton_forward.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)[:, :, rows].double()
     gq = back(q, k, v, o, lse, g, pattern)[0][:, :, rows].double()
     part = replace(pattern, shift=rows.start)
     q, dq, g, k, v, dk, dv = (

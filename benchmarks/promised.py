@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.nn.l2_constants import BALL, radius
+from lipscope.nn.l2_attention import BALL, radius
 from lipscope.theorems.kim2021 import phi_inverse
 
 DIM, HEADS, TOKENS, CONSTANT = 32, 4, 128, 0.9

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.nn.l2_constants import reaction
+from lipscope.nn.l2_attention import reaction
 from lipscope.papers.charlm.language_model import Architecture, Variant
 from lipscope.papers.trainings import Plan
 

@@ -22,7 +22,7 @@ from lipscope._types import UserError
 from lipscope.attention.layer import HeadsApart, SelfAttention, check_tokens
 from lipscope.attention.linearization import State, linearize
 from lipscope.attention.scores import Dot, Rope
-from lipscope.fused.backend import HALF
+from lipscope.fused.arguments import HALF
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.primitive import Rules, attend_by_rules
 from lipscope.fused.reference import Triple, Weights

@@ -15,7 +15,8 @@ from lipscope.fused._torch_internals import (
 )
 from lipscope.fused.errors import UserError
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32, torch.float64)
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes whose operations are torch's."""

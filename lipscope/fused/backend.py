@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lipscope.fused import tiled
 from lipscope.fused._torch_internals import has_memory
+from lipscope.fused.arguments import HALF
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.reference import Triple
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 @cache
@@ -36,7 +35,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *moved: Tensor) -> 
         return False
     from lipscope.fused import triton_operands
 
-    return triton_operands.unsupported(q, k, v, pattern) is None
+    return triton_operands.supports(q, k, v, pattern)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -56,22 +55,19 @@ def _narrow3(onto: Sequence[Tensor], dtype: torch.dtype, pattern: Pattern) -> Tr
     return gq.to(dtype), gk.to(dtype), gv.to(dtype)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """o (float32 for half precision) and the log-sum-exp, +inf for a fully masked row."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, keep_digits: bool = True
+) -> tuple[Tensor, Tensor]:
+    """o and the log-sum-exp, +inf for a fully masked row.
+
+    With `keep_digits`, o is float32 for half precision, for derivatives to come.
+    """
     if not fused(q, k, v, pattern):
-        return tiled.forward(*_wide3(q, k, v, pattern), pattern)
+        o, lse = tiled.forward(*_wide3(q, k, v, pattern), pattern)
+        return o if keep_digits else o.to(q.dtype), lse
     from lipscope.fused import triton_forward
 
-    return triton_forward.forward(q, k, v, pattern)
-
-
-def value(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """o in the dtype of q, where no derivative will follow."""
-    if not fused(q, k, v, pattern):
-        return forward(q, k, v, pattern)[0].to(q.dtype)
-    from lipscope.fused import triton_forward
-
-    return triton_forward.forward(q, k, v, pattern, keep_digits=False)[0]
+    return triton_forward.forward(q, k, v, pattern, keep_digits)
 
 
 def jvp(
@@ -80,39 +76,29 @@ def jvp(
     if not fused(q, k, v, pattern, *tangent):
         wide = _wide3(q, k, v, pattern)
         return tiled.jvp(*wide, lse, _wide3(*tangent, pattern), pattern).to(q.dtype)
-    from lipscope.fused import triton_jvp
+    from lipscope.fused import triton_forward
 
-    return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
+    return triton_forward.jvp(q, k, v, o, lse, tangent, pattern)
 
 
 def value_and_tangent(
-    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern, keep_digits: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, J d and the log-sum-exp, as `forward` and `jvp` return them, and each row's mean of dT."""
+    """o, J d and the log-sum-exp, as `forward` and `jvp` return them, and each row's mean of dT.
+
+    Without `keep_digits`, the means may be missing.
+    """
     if not fused(q, k, v, pattern, *tangent):
         wide = _wide3(q, k, v, pattern)
         o, do, lse, drift = tiled.value_and_tangent(*wide, _wide3(*tangent, pattern), pattern)
-        return o, do.to(q.dtype), lse, drift
-    from lipscope.fused import triton_jvp, triton_tangent
+        return o if keep_digits else o.to(q.dtype), do.to(q.dtype), lse, drift
+    from lipscope.fused import triton_forward
 
-    if triton_tangent.unsupported(q, pattern) is None:
-        return triton_tangent.value_and_tangent(q, k, v, tangent, pattern)
+    if triton_forward.supports_one_launch(q, pattern):
+        return triton_forward.value_and_tangent(q, k, v, tangent, pattern, keep_digits)
     o, lse = forward(q, k, v, pattern)
-    do, drift = triton_jvp.jvp_and_drift(q, k, v, o, lse, tangent, pattern)
-    return o, do, lse, drift
-
-
-def dual_number(
-    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
-) -> tuple[Tensor, Tensor]:
-    """o and J d in the dtype of q, where no derivative will follow."""
-    if fused(q, k, v, pattern, *tangent):
-        from lipscope.fused import triton_tangent
-
-        if triton_tangent.unsupported(q, pattern) is None:
-            return triton_tangent.value_and_tangent(q, k, v, tangent, pattern, False)[:2]
-    o, do, *_ = value_and_tangent(q, k, v, tangent, pattern)
-    return o.to(q.dtype), do.to(q.dtype)
+    do, drift = triton_forward.jvp_and_drift(q, k, v, o, lse, tangent, pattern)
+    return o if keep_digits else o.to(q.dtype), do, lse, drift
 
 
 def vjp(
@@ -122,11 +108,59 @@ def vjp(
     if not fused(q, k, v, pattern, g):
         onto = tiled.vjp(*_wide3(q, k, v, pattern), lse, _wide(g), pattern)
         return _narrow3(onto, q.dtype, pattern)
-    from lipscope.fused import library_vjp, triton_vjp
+    library = torchs_backward(q, k, v, pattern)
+    if library is not None:
+        return torchs_vjp(library, q, k, v, o, lse, g, pattern)
+    from lipscope.fused import triton_backward
 
-    if library_vjp.unsupported(q, k, v, pattern) is None:
-        return library_vjp.vjp(q, k, v, o, lse, g, pattern)
-    return triton_vjp.vjp(q, k, v, o, lse, g, pattern)
+    return triton_backward.vjp(q, k, v, o, lse, g, pattern)
+
+
+def torchs_backward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
+    """The fastest of torch's own backwards for these: "cudnn", "flash" (slower), or None."""
+    p = pattern
+    special = (p.window, p.softcap, p.mask, p.queries, p.keys, p.sinks)
+    n, size = q.shape[-2:]
+    if (
+        q.dtype not in HALF
+        or any(x is not None for x in special)
+        or (p.causal and (p.shift or n != k.shape[-2]))
+        or size != v.shape[-1]
+        or size > 128
+        or size % 8
+    ):
+        return None
+    grouped = q.shape[-3] != k.shape[-3]
+    params = torch.backends.cuda.SDPAParams(
+        _flat(q), _flat(k), _flat(v), None, 0.0, p.causal, grouped
+    )
+    if torch.backends.cuda.can_use_cudnn_attention(params):
+        return "cudnn"
+    return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None
+
+
+def torchs_vjp(
+    library: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor,
+    pattern: Pattern,
+) -> Triple:  # fmt: skip
+    """gq, gk, gv by one of `torchs_backward`, from the saved o and log-sum-exp."""
+    flat = [_flat(x) for x in (g, q, k, v, o.to(q.dtype))]
+    lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout's random state
+    sizes = (q.shape[-2], k.shape[-2], 0.0, pattern.causal)
+    state: tuple[object, ...]
+    if library == "cudnn":
+        backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        state = (lse[..., None], unused, unused, None, None, None, *sizes)
+    else:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        state = (lse, None, None, *sizes, unused, unused)
+    gq, gk, gv = backward(*flat, *state, scale=pattern.scale)
+    return gq.view(q.shape), gk.view(k.shape), gv.view(v.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-3:])
 
 
 def second_vjp(
@@ -134,12 +168,12 @@ def second_vjp(
 ) -> Triple:
     """The gradient of <g, J d> in q, k, v."""
     if fused(q, k, v, pattern, *tangent, g):
-        from lipscope.fused import triton_second
+        from lipscope.fused import triton_backward
 
-        if triton_second.unsupported(q, v, pattern) is None:
+        if triton_backward.supports_both_vjp(q, v, pattern):
             o, do, _, drift = value_and_tangent(q, k, v, tangent, pattern)
-            zero = torch.zeros_like(g)
-            return triton_second.both_vjp(q, k, v, tangent, zero, g, o, do, lse, drift, pattern)[:3]
+            given = (tangent, torch.zeros_like(g), g, o, do, lse, drift, pattern)
+            return triton_backward.both_vjp(q, k, v, *given)[:3]
     wide = _wide3(q, k, v, pattern)
     moved = _wide3(*tangent, pattern)
     onto = tiled.second_vjp(*wide, lse, moved, _wide(g), pattern)
@@ -160,10 +194,10 @@ def both_vjp(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradient of <g, o> + <gd, J d> in q, k, v, dq, dk, dv."""
     if fused(q, k, v, pattern, *tangent, g, gd):
-        from lipscope.fused import triton_second
+        from lipscope.fused import triton_backward
 
-        if triton_second.unsupported(q, v, pattern) is None:
-            return triton_second.both_vjp(q, k, v, tangent, g, gd, o, do, lse, drift, pattern)
+        if triton_backward.supports_both_vjp(q, v, pattern):
+            return triton_backward.both_vjp(q, k, v, tangent, g, gd, o, do, lse, drift, pattern)
     wide = _wide3(q, k, v, pattern)
     moved = _wide3(*tangent, pattern)
     onto = tiled.both_vjp(*wide, lse, moved, _wide(g), _wide(gd), pattern)

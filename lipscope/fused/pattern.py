@@ -102,17 +102,13 @@ class Pattern:
             return None
         return distinct(self.mask, dims=range(-self.mask.ndim, 0))
 
-    def bias_left(self, n: int, n_keys: int, largest_score: Tensor) -> Tensor:
-        """How much the additive mask and the sinks add to the size of the logits, per member [M].
-
-        largest_score [M] bounds the |score| of every visible key. What counts is the mask without
-        each row's largest entry, and the sinks, which shift against it. Entries so negative that
-        the weight is 0 for any scores do not count. Never more than 760 + 2 largest_score.
-        """
-        return self.bias_left_by_head(n, n_keys, largest_score[..., None]).amax(dim=-1)
-
     def bias_left_by_head(self, n: int, n_keys: int, largest_score: Tensor) -> Tensor:
-        """The same for each head: largest_score [..., H | 1] to float64 [..., H | 1]."""
+        """How much the additive mask and the sinks add to the size of the logits, in float64.
+
+        largest_score [..., H | 1] bounds the |score| of every visible key. What counts is the mask
+        without each row's largest entry, and the sinks, which shift against it. Entries so negative
+        that the weight is 0 for any scores do not count: never more than 760 + 2 largest_score.
+        """
         largest_score = largest_score.double()
         left = torch.zeros_like(largest_score)
         cut = (UNDERFLOW + 2 * largest_score)[..., None, None]

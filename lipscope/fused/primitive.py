@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from threading import RLock
 
@@ -29,8 +30,7 @@ from lipscope.fused._torch_internals import (
     transforms,
     will_run_backward,
 )
-from lipscope.fused.arguments import ArgumentError, check_arguments, check_tensor
-from lipscope.fused.backend import HALF
+from lipscope.fused.arguments import HALF, ArgumentError, check_arguments, check_tensor
 from lipscope.fused.errors import UserError
 from lipscope.fused.pattern import Pattern
 
@@ -96,34 +96,28 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Digits:
-    """How the derivatives of one graph are computed: exactly, unless a rough product asks.
-
-    used: whether there is attention in the graph
-    """
+    """How the derivatives of one graph are computed: exactly, unless a rough product asks."""
 
     def __init__(self) -> None:
         self.low_precision = False
-        self.used = False
+        self.used = False  # whether there is attention in the graph
         self._lock = RLock()
 
     def exact(self, product: Product) -> Product:
-        return self._with(product, low_precision=False)
+        return partial(self._run, product, False)
 
     def in_low_precision(self, product: Product) -> Product:
-        return self._with(product, low_precision=True)
+        return partial(self._run, product, True)
 
-    def _with(self, product: Product, low_precision: bool) -> Product:
+    def _run(self, product: Product, low_precision: bool, x: Tensor) -> Tensor:
         # Set for the graph, not for the thread: autograd computes on threads of its own.
-        def chosen(x: Tensor) -> Tensor:
-            with self._lock:
-                before = self.low_precision
-                self.low_precision = low_precision
-                try:
-                    return product(x)
-                finally:
-                    self.low_precision = before
-
-        return chosen
+        with self._lock:
+            before = self.low_precision
+            self.low_precision = low_precision
+            try:
+                return product(x)
+            finally:
+                self.low_precision = before
 
 
 _current: ContextVar[Digits | None] = ContextVar("digits", default=None)
@@ -220,7 +214,8 @@ def _attend(
         direct = duals is None and nested == 0 and not _records(q, k, v)
         q = q if late else q * scale
         if direct:  # no derivative can be asked for
-            return backend.value(q, k, v, make_pattern(mask, padding, sinks, rules))
+            pattern = make_pattern(mask, padding, sinks, rules)
+            return backend.forward(q, k, v, pattern, keep_digits=False)[0]
         return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0].to(q.dtype)
     (q, dq), (k, dk), (v, dv), (mask, _), (sinks, _) = duals
     with outside_transforms((q, k, v, dq, dk, dv, mask, padding, sinks)) as inside:
@@ -234,7 +229,7 @@ def _attend(
             o, do = (x.to(q.dtype) for x in _AttendAndTangent.apply(*moved)[:2])
         else:
             pattern = make_pattern(mask, padding, sinks, rules)
-            o, do = backend.dual_number(q, k, v, (dq, dk, dv), pattern)
+            o, do, *_ = backend.value_and_tangent(q, k, v, (dq, dk, dv), pattern, False)
     return make_dual(o, do)
 
 
@@ -340,13 +335,8 @@ class _Attend(TransformFreeFunction):
         if g is None:
             return (None,) * 7
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
-        return (
-            *_Vjp.apply(q, k, v, g.to(q.dtype), o, lse, mask, padding, sinks, ctx.rules),
-            None,
-            None,
-            None,
-            None,
-        )
+        onto = _Vjp.apply(q, k, v, g.to(q.dtype), o, lse, mask, padding, sinks, ctx.rules)
+        return *onto, None, None, None, None
 
     @staticmethod
     def jvp(ctx, dq, dk, dv, *constants):
@@ -403,17 +393,10 @@ def _with_digits(digits: Digits | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.bfloat16) for x in tensors)
 
 
-class _Jvp(TransformFreeFunction):
-    """(q, k, v; dq, dk, dv) -> do."""
+class _First(TransformFreeFunction):
+    """A first derivative, which needs its inputs for the second."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
-        pattern = make_pattern(mask, padding, sinks, rules)
-        dtype = q.dtype
-        q, k, v, dq, dk, dv = _with_digits(rules.digits, q, k, v, dq, dk, dv)
-        return backend.jvp(q, k, v, o, lse, (dq, dk, dv), pattern).to(dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -421,6 +404,17 @@ class _Jvp(TransformFreeFunction):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+
+
+class _Jvp(_First):
+    """(q, k, v; dq, dk, dv) -> do."""
+
+    @staticmethod
+    def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
+        pattern = make_pattern(mask, padding, sinks, rules)
+        dtype = q.dtype
+        q, k, v, dq, dk, dv = _with_digits(rules.digits, q, k, v, dq, dk, dv)
+        return backend.jvp(q, k, v, o, lse, (dq, dk, dv), pattern).to(dtype)
 
     @staticmethod
     def backward(ctx, g):
@@ -443,10 +437,8 @@ class _Jvp(TransformFreeFunction):
         return bent + _Jvp.apply(q, k, v, *moved, *state, ctx.rules)
 
 
-class _Vjp(TransformFreeFunction):
+class _Vjp(_First):
     """(q, k, v; g) -> gq, gk, gv."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(q, k, v, g, o, lse, mask, padding, sinks, rules):
@@ -454,13 +446,6 @@ class _Vjp(TransformFreeFunction):
         dtype = q.dtype
         q, k, v, g = _with_digits(rules.digits, q, k, v, g)
         return tuple(x.to(dtype) for x in backend.vjp(q, k, v, o, lse, g, pattern))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.rules = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, hq, hk, hv):
@@ -478,11 +463,16 @@ class _Vjp(TransformFreeFunction):
     def jvp(ctx, eq, ek, ev, dg, _o, _lse, *constants):
         _refuse_tangent(*constants)
         q, k, v, g, *state = ctx.saved_tensors
-        bent = _SecondVjp.apply(
-            q, k, v, *_or_zeros((eq, ek, ev), (q, k, v)), g, *state[1:], ctx.rules
-        )
+        moved = _or_zeros((eq, ek, ev), (q, k, v))
+        bent = _SecondVjp.apply(q, k, v, *moved, g, *state[1:], ctx.rules)
         moved = _Vjp.apply(q, k, v, torch.zeros_like(g) if dg is None else dg, *state, ctx.rules)
         return tuple(x + y for x, y in zip(bent, moved, strict=True))
+
+
+THIRD = (
+    "attend can be differentiated twice, and a third derivative was requested; "
+    "write the attention out with torch.softmax instead"
+)
 
 
 class _Last(TransformFreeFunction):
@@ -503,20 +493,13 @@ class _Last(TransformFreeFunction):
         raise UserError(THIRD)
 
 
-THIRD = (
-    "attend can be differentiated twice, and a third derivative was requested; "
-    "write the attention out with torch.softmax instead"
-)
-
-
 class _SecondVjp(_Last):
     """(q, k, v; dq, dk, dv; g) -> the gradient of <g, J d> in q, k, v."""
 
     @staticmethod
     def forward(q, k, v, dq, dk, dv, g, lse, mask, padding, sinks, rules):
-        return backend.second_vjp(
-            q, k, v, lse, (dq, dk, dv), g, make_pattern(mask, padding, sinks, rules)
-        )
+        pattern = make_pattern(mask, padding, sinks, rules)
+        return backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, pattern)
 
 
 class _BothVjp(_Last):

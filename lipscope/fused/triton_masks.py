@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lipscope.fused.pattern import Pattern, distinct
 from lipscope.fused.triton_operands import aligned, ceil_div, power_of_two
-from lipscope.fused.triton_tiles import are_real, visible
+from lipscope.fused.triton_tiles import are_real, key_range, visible
 
 NONE = 0
 BOOLEAN = 1
@@ -79,6 +79,20 @@ def tile_counts(mask, b, h, line):
 
 @triton.jit
 @no_type_check
+def key_runs(
+    mask, b, h, i, start, stop, shift, window,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """`key_range`, or the runs of the tiles that a survey of the mask has left."""
+    bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
+    if MASK == 1 or MASK == 2:
+        mixed, all_tiles = tile_counts(mask, b, h, i // M)
+        bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
+    return bounds
+
+
+@triton.jit
+@no_type_check
 def tile_at(mask, b, h, line, step, SIZE: tl.constexpr, MASK: tl.constexpr):
     """Where the tile of this step starts; without a mask, the step itself."""
     start = step
@@ -121,17 +135,17 @@ def words_of_step(
 @triton.jit
 @no_type_check
 def masked(
-    t, words, mask, mask_tiles, b, h, i, j, n, n_keys,
-    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    t, words, mask, mask_tiles, b, h, i, j, n, n_keys, RUN: tl.constexpr,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Scores t (in units of log 2) of queries i .. i + M and keys j .. j + N under the mask.
 
-    Tiles are [M, N], or with KEYS_FIRST [N, M].
+    Tiles are [M, N], or with KEYS_FIRST [N, M]; those of RUN 1 are whole.
     """
     if MASK == 3:
         four_each = _entries(mask, mask_tiles, b, h, i, j // 4, n, n_keys, M, N // 4)
         words = _packed(four_each, M, N)
-    if MASK == 1 or MASK == 3:
+    if (RUN != 1 and MASK == 1) or MASK == 3:
         # A word holds 32 keys of a row: far less to move than a tile of bytes.
         column = tl.arange(0, N)[:, None] if KEYS_FIRST else tl.arange(0, N)[None, :]
         low = _beside(words[0], KEYS_FIRST)
@@ -143,13 +157,33 @@ def masked(
             # A thread has columns that differ by multiples of 8, and their neighbours: with the
             # rest of the shift done once for all of them, it asks for constant bits.
             t = _where_set(t, word >> (column & 6), 1 << (column & 25))
-    if MASK == 2:
+    if RUN != 1 and MASK == 2:
         tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
         rows = _beside(i + tl.arange(0, M), KEYS_FIRST)
         level = row_level(mask, b, h, rows, n, MASK)
         tile = tile.T if KEYS_FIRST else tile
         t += (tile.to(tl.float32) - level) * 1.4426950408889634
     return t
+
+
+@triton.jit
+@no_type_check
+def unhidden(
+    x, hidden, keys, b, i, j, n_keys, shift, window, RUN: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """x, and `hidden` where causal order, the window or padding hides a key from a query."""
+    columns = j + tl.arange(0, N)
+    if RUN != 1 and MASK != 1:
+        rows = _beside(i + tl.arange(0, M), KEYS_FIRST)
+        x = tl.where(
+            visible(rows, _beside(columns, not KEYS_FIRST), n_keys, shift, window, CAUSAL),
+            x,
+            hidden,
+        )
+    if keys is not None:
+        x = tl.where(are_real(keys, b, columns, n_keys)[None, :], x, hidden)
+    return x
 
 
 @triton.jit

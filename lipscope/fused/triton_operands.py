@@ -9,7 +9,6 @@ largest entry to 2^14: what fp16's exponent range then loses is below 2^-38 of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lipscope.fused._torch_internals import kernel_watchers
 from lipscope.fused.pattern import Pattern
-
-Precision = Literal["pair", "half"]
-"""For float32: "pair" is as accurate as 3xTF32, "half" as TF32. Other dtypes are kept."""
 
 SPAN = 8192
 TALLEST = 128
@@ -29,31 +25,26 @@ LARGEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 """The largest head dimension that fits into shared memory, where float32 is a pair of fp16."""
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
-    """Why the kernels cannot do this, or None if they can."""
-    if {q.dtype, k.dtype, v.dtype} not in ({torch.bfloat16}, {torch.float16}, {torch.float32}):
-        kinds = f"{q.dtype}, {k.dtype}, {v.dtype}"
-        return f"q, k, v must share one of bfloat16, float16, float32; they are {kinds}"
-    if len({q.device, k.device, v.device}) > 1:
-        return f"q, k, v must share a device; they are on {q.device}, {k.device}, {v.device}"
-    if q.numel() == 0 or v.numel() == 0:
-        return f"a launch needs something to compute; these are {tuple(q.shape)}, {tuple(v.shape)}"
-    if max(q.shape[-1], v.shape[-1]) > LARGEST[q.dtype]:
-        sizes = f"{q.shape[-1]} and {v.shape[-1]}"
-        return f"head dimensions up to {LARGEST[q.dtype]} fit on the chip; these are {sizes}"
-    if max(q.shape[:-3].numel(), q.shape[-3]) > 65535:
-        shape = tuple(q.shape[:-2])
-        return f"up to 65535 heads and 65535 sequences fit into one launch; these are {shape}"
-    if pattern.mask is not None and pattern.mask.device != q.device:
-        return f"the mask must be on the device of q, {q.device}; it is on {pattern.mask.device}"
-    if pattern.mask is not None and pattern.mask.dtype == torch.float64:
-        return "a float64 mask has digits that the kernels would drop"
-    return None
+def supports(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
+    """Whether the kernels can compute this."""
+    mask = pattern.mask
+    return (
+        q.dtype in LARGEST
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and q.numel() > 0
+        and v.numel() > 0
+        and max(q.shape[-1], v.shape[-1]) <= LARGEST[q.dtype]
+        # What fits into the grid of one launch.
+        and max(q.shape[:-3].numel(), q.shape[-3]) <= 65535
+        # A float64 mask has digits that the kernels would drop.
+        and (mask is None or (mask.device == q.device and mask.dtype != torch.float64))
+    )
 
 
-def product_of(dtype: torch.dtype, precision: Precision) -> str:
+def product_of(dtype: torch.dtype) -> str:
     """How the kernels multiply operands of this dtype."""
-    return {torch.bfloat16: "plain", torch.float16: "half"}.get(dtype, precision)
+    return {torch.bfloat16: "plain", torch.float16: "half"}.get(dtype, "pair")
 
 
 def block(size: int) -> int:
@@ -126,11 +117,6 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return made
 
 
-def needs_scaling(dtype: torch.dtype, product: str) -> bool:
-    """Whether operands have to be rewritten in fp16."""
-    return dtype == torch.float32 and product != "plain"
-
-
 def powers(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The power of two that brings each tensor's largest entry to [2^13, 2^14); no device sync."""
     peaks = torch.stack([torch.linalg.vector_norm(x, torch.inf) for x in tensors])
@@ -138,25 +124,19 @@ def powers(*tensors: Tensor) -> tuple[Tensor, ...]:
     return torch.ldexp(torch.ones_like(peaks), exponents).unbind()
 
 
-def as_operands(
-    tensors: Sequence[Tensor], factors: Sequence[Tensor] | None, product: str
-) -> list[Tensor]:
-    """The tensors as [B, H, n, k]; with factors in fp16, low halves as batches B to 2 B."""
+def as_operands(tensors: Sequence[Tensor], factors: Sequence[Tensor] | None) -> list[Tensor]:
+    """The tensors as [B, H, n, k]; with factors pairs of fp16, low halves as batches B to 2 B."""
     if factors is None:
         return [aligned(x) for x in tensors]
-    return [
-        _split(x, factor, product == "pair") for x, factor in zip(tensors, factors, strict=True)
-    ]
-
-
-def _split(x: Tensor, factor: Tensor, pair: bool) -> Tensor:
-    scaled = x.reshape(-1, *x.shape[-3:]) * factor
-    B, *rest = scaled.shape
-    out = blank((2 * B if pair else B, *rest), torch.float16, x.device)
-    out[:B] = scaled
-    if pair:
+    pairs = []
+    for x, factor in zip(tensors, factors, strict=True):
+        scaled = x.reshape(-1, *x.shape[-3:]) * factor
+        B, *rest = scaled.shape
+        out = blank((2 * B, *rest), torch.float16, x.device)
+        out[:B] = scaled
         out[B:] = scaled - out[:B]
-    return out
+        pairs.append(out)
+    return pairs
 
 
 def spans(

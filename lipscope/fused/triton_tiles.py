@@ -14,6 +14,48 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 @no_type_check
+def queries_of_program(M: tl.constexpr):
+    """The first query of this program, its head, and its member of the batch."""
+    # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
+    return (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1), tl.program_id(2)
+
+
+@triton.jit
+@no_type_check
+def last_key(stops, b, n_keys, end):
+    """Where the keys of this member stop: before the padding at the end, and before `end`."""
+    stop = n_keys
+    if stops is not None:
+        stop = tl.load(stops + b)
+    if end is not None:
+        stop = tl.minimum(stop, end)
+    return stop
+
+
+@triton.jit
+@no_type_check
+def last_query(stops, b, j, n, end):
+    """Where the queries that see keys from j on stop: at 0 if these keys are padding."""
+    stop = n
+    if stops is not None:
+        stop = tl.where(j < tl.load(stops + b), n, 0)
+    if end is not None:
+        stop = tl.minimum(stop, end)
+    return stop
+
+
+@triton.jit
+@no_type_check
+def unit_of(units, index):
+    """One of the units that operands were scaled by; 1 where they were not scaled."""
+    unit = 1.0
+    if units is not None:
+        unit = tl.load(units + index)
+    return unit
+
+
+@triton.jit
+@no_type_check
 def read(source, b, h, i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows i, i + 1, ... of one head; rows outside the tensor read as zero."""
     return source.load([b, h, i, 0]).reshape(ROWS, COLUMNS)
@@ -21,11 +63,13 @@ def read(source, b, h, i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def read_low(source, b, h, i, high, PRODUCT: tl.constexpr):
-    """The low halves of `high`, stored a batch further; a placeholder if there are none."""
+def read_pair(source, b, h, i, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr):
+    """`read`, and the low halves, stored a batch further; a placeholder if there are none."""
+    high = read(source, b, h, i, ROWS, COLUMNS)
+    low = high
     if PRODUCT == "pair":
-        high = source.load([b + tl.num_programs(2), h, i, 0]).reshape(high.shape)
-    return high
+        low = read(source, b + tl.num_programs(2), h, i, ROWS, COLUMNS)
+    return high, low
 
 
 @triton.jit

@@ -48,20 +48,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lipscope.nn.attention_layer import AttentionLayer as AttentionLayer
-    from lipscope.nn.attention_layer import CosineSelfAttention as CosineSelfAttention
-    from lipscope.nn.attention_layer import DotSelfAttention as DotSelfAttention
-    from lipscope.nn.contractive import ATTENTIONS as ATTENTIONS
-    from lipscope.nn.contractive import ContractiveL2Attention as ContractiveL2Attention
-    from lipscope.nn.contractive import ContractiveMLP as ContractiveMLP
-    from lipscope.nn.invertible import Inverse as Inverse
-    from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
-    from lipscope.nn.invertible import LogDet as LogDet
-    from lipscope.nn.l2_attention import BallL2Attention as BallL2Attention
-    from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
-    from lipscope.nn.parametrize import SigmaReparam as SigmaReparam
-    from lipscope.nn.parametrize import sigma_reparametrise as sigma_reparametrise
-    from lipscope.nn.parametrize import spectrally_normalise as spectrally_normalise
-    from lipscope.nn.regularize import jasmin as jasmin
-    from lipscope.nn.regularize import measured_sigma as measured_sigma
-    from lipscope.nn.wrapped import unwrapped as unwrapped
+    from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention, DotSelfAttention
+    from lipscope.nn.contractive import ATTENTIONS, ContractiveL2Attention, ContractiveMLP
+    from lipscope.nn.invertible import Inverse, InvertibleResidual, LogDet
+    from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
+    from lipscope.nn.parametrize import SigmaReparam, sigma_reparametrise, spectrally_normalise
+    from lipscope.nn.regularize import jasmin, measured_sigma
+    from lipscope.nn.wrapped import unwrapped

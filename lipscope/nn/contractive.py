@@ -13,8 +13,15 @@ from torch.nn.functional import gelu, linear
 from lipscope._checks import check_positive, name_bad_argument, norm_name
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention, DotSelfAttention
-from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
-from lipscope.nn.l2_constants import BALL, balanced_factors, reaction, reactions, weight_factor
+from lipscope.nn.l2_attention import (
+    BALL,
+    BallL2Attention,
+    L2SelfAttention,
+    balanced_factors,
+    reaction,
+    reactions,
+    weight_factor,
+)
 from lipscope.nn.matrix_norms import of_norm, widened
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)

@@ -29,9 +29,6 @@ from lipscope.nn.matrix_norms import of_norm
 
 MULTIHEAD = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
-Place = tuple[str, nn.Module, str]
-"""The dotted name of a weight, the module that holds it and its name there."""
-
 
 class LeftAsTheyAre(UserWarning):
     """Some weights were not normalised; the message names them."""
@@ -140,47 +137,54 @@ def _parametrize(module: nn.Module, make: Callable[[int], nn.Module]) -> nn.Modu
             "pass the module whose weights are to be normalised"
         )
     places = list(_linear_weights(module))
-    for place in places:
-        _check(*place)
-    tied = _tied_elsewhere(module, places)
-    chosen = [place for place in places if id(_weight(place)) not in tied]
-    if not chosen:
-        why = f"all of them are tied: {'; '.join(tied.values())}" if tied else "there is none"
-        raise UserError(
-            f"{type(module).__name__} has no linear weight that can be normalised: {why}"
-        )
+    linear = {(part, attribute) for _, part, attribute in places}
+    names = {id(getattr(part, attribute)): name for name, part, attribute in places}
+    # Linear weights that another module uses directly, such as an embedding.
+    tied = {
+        id(W): f"{names[id(W)]} (tied to {path}.{attribute})"
+        for path, part in module.named_modules()
+        for attribute, W in part._parameters.items()
+        if id(W) in names and (part, attribute) not in linear
+    }
     made: dict[int, nn.Module] = {}
-    for name, part, attribute in chosen:
-        W = _weight((name, part, attribute))
+    for _, part, attribute in places:
+        W = getattr(part, attribute)
+        if id(W) in tied:
+            continue
         # Linear layers that share a weight share its parametrization, gamma included.
         new = made.setdefault(
             id(W), make(3 if attribute == "in_proj_weight" else 1).to(W.device, W.dtype)
         )
         register_parametrization(part, attribute, new)
-    left = [*tied.values(), *_other_matrices(module, set(made))]
-    if left:
-        warnings.warn(f"left as they are: {', '.join(left)}", LeftAsTheyAre, stacklevel=3)
+    if not made:
+        why = f"all of them are tied: {'; '.join(tied.values())}" if tied else "there is none"
+        raise UserError(
+            f"{type(module).__name__} has no linear weight that can be normalised: {why}"
+        )
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding))
+    known = {id(W) for part in embeddings for W in part.parameters()} | set(made)
+    other = [name for name, W in module.named_parameters() if W.ndim > 1 and id(W) not in known]
+    if tied or other:
+        left = ", ".join([*tied.values(), *other])
+        warnings.warn(f"left as they are: {left}", LeftAsTheyAre, stacklevel=3)
     return module
 
 
-def _linear_weights(module: nn.Module) -> Iterator[Place]:
+def _linear_weights(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every linear weight, checked: its dotted name, the module that holds it, its name there."""
     for path, part in module.named_modules():
         names: tuple[str, ...] = ()
-        if isinstance(part, nn.Linear) or _is_conv1d(part):
+        # Conv1D is the linear layer of transformers, with weights [in, out]; not imported here.
+        conv1d = any(kind.__name__ == "Conv1D" for kind in type(part).__mro__)
+        conv1d = conv1d and getattr(getattr(part, "weight", None), "ndim", 0) == 2
+        if isinstance(part, nn.Linear) or (conv1d and hasattr(part, "nf")):
             names = ("weight",)
         elif isinstance(part, nn.MultiheadAttention):
             names = tuple(name for name in MULTIHEAD if getattr(part, name, None) is not None)
-        yield from ((f"{path or type(part).__name__}.{name}", part, name) for name in names)
-
-
-def _is_conv1d(part: nn.Module) -> bool:
-    """Whether it is transformers' linear layer, whose weight is [in, out]; not imported here."""
-    named = any(kind.__name__ == "Conv1D" for kind in type(part).__mro__)
-    return named and hasattr(part, "nf") and getattr(getattr(part, "weight", None), "ndim", 0) == 2
-
-
-def _weight(place: Place) -> Tensor:
-    return getattr(place[1], place[2])
+        for attribute in names:
+            name = f"{path or type(part).__name__}.{attribute}"
+            _check(name, part, attribute)
+            yield name, part, attribute
 
 
 def _check(name: str, part: nn.Module, attribute: str) -> None:
@@ -198,28 +202,3 @@ def _check(name: str, part: nn.Module, attribute: str) -> None:
         raise UserError(
             f"the weight {name} is stored in {W.dtype}; start from weights of 16 bits or more"
         )
-
-
-def _tied_elsewhere(module: nn.Module, places: list[Place]) -> dict[int, str]:
-    """Linear weights that another module uses directly, such as an embedding: id to description."""
-    linear = {(part, attribute) for _, part, attribute in places}
-    names = {id(_weight(place)): place[0] for place in places}
-    return {
-        id(W): f"{names[id(W)]} (tied to {path}.{attribute})"
-        for path, part in module.named_modules()
-        for attribute, W in part._parameters.items()
-        if id(W) in names and (part, attribute) not in linear
-    }
-
-
-def _other_matrices(module: nn.Module, made: set[int]) -> list[str]:
-    """Return names of matrices that are neither linear weights nor embedding tables."""
-    tables = {
-        id(W)
-        for part in module.modules()
-        if isinstance(part, nn.Embedding)
-        for W in part.parameters()
-    }
-    return [
-        name for name, W in module.named_parameters() if W.ndim > 1 and id(W) not in made | tables
-    ]

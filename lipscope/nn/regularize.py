@@ -40,11 +40,12 @@ def jasmin(P: Tensor, k: int = 0) -> Tensor:
         >>> bool(ls.nn.jasmin(one_hot) < ls.nn.jasmin(uniform))
         True
     """
-    wanted = "jasmin takes attention weights [..., n, n], such as layer.weights(X)"
-    if not isinstance(P, Tensor):
-        raise UserError(f"{wanted}, got {type(P).__name__}")
-    if P.ndim < 2 or P.numel() == 0 or not P.dtype.is_floating_point:
-        raise UserError(f"{wanted}, got {P.dtype} {tuple(P.shape)}")
+    tensor = isinstance(P, Tensor)
+    if not tensor or P.ndim < 2 or P.numel() == 0 or not P.dtype.is_floating_point:
+        got = f"{P.dtype} {tuple(P.shape)}" if tensor else type(P).__name__
+        raise UserError(
+            f"jasmin takes attention weights [..., n, n], such as layer.weights(X), got {got}"
+        )
     if isinstance(k, bool) or not isinstance(k, int) or (k != 0 and not 2 <= k <= P.shape[-1]):
         raise UserError(
             f"k must be 0, or an integer from 2 to the number of keys {P.shape[-1]}, got {k!r}"

@@ -31,8 +31,7 @@ from lipscope.models.model_files import on_one_line
 from lipscope.models.sites import Survey
 from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention
 from lipscope.nn.contractive import ATTENTIONS, CONTRACTIVE, make_contractive
-from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.nn.l2_constants import value_factors
+from lipscope.nn.l2_attention import L2SelfAttention, value_factors
 from lipscope.nn.wrapped import check_bare, evaluating
 from lipscope.train.watched_models import INPUTS, numbered, one_sample
 from lipscope.train.watched_modules import ModuleWatch

@@ -41,11 +41,13 @@ ON_CHIP = 227 * 1024
 """Bytes of shared memory that a program may take on an H100 or H200."""
 
 KERNELS = {
-    "triton_forward": {"_forward"},
-    "triton_jvp": {"_jvp"},
-    "triton_vjp": {"_onto_queries", "_onto_keys"},
-    "triton_tangent": {"_value_and_tangent"},
-    "triton_second": {"_onto_queries", "_onto_keys"},
+    "triton_forward": {"_forward", "_jvp", "_value_and_tangent"},
+    "triton_backward": {
+        "_onto_queries",
+        "_onto_keys",
+        "_second_onto_queries",
+        "_second_onto_keys",
+    },
     "triton_masks": {"_survey", "_list_tiles"},
 }
 
@@ -92,14 +94,7 @@ def test_every_kernel_is_among_them(compiled: dict[str, Any]) -> None:
 
 def why_not(case: str, dtype: torch.dtype) -> str | None:
     """What the compiler says against the kernels of a case, or None."""
-    from lipscope.fused import (
-        triton_forward,
-        triton_jvp,
-        triton_masks,
-        triton_second,
-        triton_tangent,
-        triton_vjp,
-    )
+    from lipscope.fused import triton_backward, triton_forward, triton_masks
     from lipscope.fused.pattern import Pattern
 
     options, n, mask = PATTERNS[case], 152, None
@@ -115,13 +110,13 @@ def why_not(case: str, dtype: torch.dtype) -> str | None:
     d = (dq, dk, dv)
     try:
         o, lse = triton_forward.forward(q, k, v, pattern)
-        do, drift = triton_jvp.jvp_and_drift(q, k, v, o, lse, d, pattern)
-        triton_vjp.vjp(q, k, v, o, lse, g, pattern)
-        if triton_tangent.unsupported(q, pattern) is None:
+        do, drift = triton_forward.jvp_and_drift(q, k, v, o, lse, d, pattern)
+        triton_backward.vjp(q, k, v, o, lse, g, pattern)
+        if triton_forward.supports_one_launch(q, pattern):
             for keep_digits in (True, False):
-                triton_tangent.value_and_tangent(q, k, v, d, pattern, keep_digits)
-        if triton_second.unsupported(q, v, pattern) is None:
-            triton_second.both_vjp(q, k, v, d, g, c, o, do, lse, drift, pattern)
+                triton_forward.value_and_tangent(q, k, v, d, pattern, keep_digits)
+        if triton_backward.supports_both_vjp(q, v, pattern):
+            triton_backward.both_vjp(q, k, v, d, g, c, o, do, lse, drift, pattern)
     except Exception as error:  # whatever the compiler raises
         return f"{type(error).__name__}: {error}"[:2000]
     return None

@@ -78,17 +78,6 @@ def test_shapes_broadcast_as_in_torch(q, k, options):
     torch.testing.assert_close(out, torchs_own(query, key, value, **options))
 
 
-def test_a_fully_masked_row_is_zero_in_value_and_derivatives():
-    inputs = [x.requires_grad_() for x in point()]
-    mask = torch.ones(5, 7, dtype=torch.bool)
-    mask[2] = False
-    out = mine(*inputs, attn_mask=mask)
-    assert torch.equal(out[:, :, 2], torch.zeros_like(out[:, :, 2]))
-    gradients = torch.autograd.grad(out.sum(), inputs)
-    assert all(g.isfinite().all() for g in gradients)
-    assert torch.equal(gradients[0][:, :, 2], torch.zeros_like(gradients[0][:, :, 2]))
-
-
 def test_what_cannot_be_differentiated_is_refused():
     q, k, v = point()
     with pytest.raises(ls.UserError, match="dropout_p must be 0"):
@@ -350,6 +339,7 @@ def test_classes_that_only_override_functions():
     torch.testing.assert_close(out.as_subclass(torch.Tensor), torchs_own(q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_jagged_tensors_answer_for_themselves(routed):
     parts = [draw(2, 3, 8).float(), draw(2, 5, 8, seed=1).float()]
     jagged = torch.nested.nested_tensor(
@@ -428,12 +418,10 @@ def test_meta_and_fake_tensors_have_shapes_and_derivatives(routed, dtype):
 EMPTY = {
     "no queries": ((2, 4, 0, 8), (2, 4, 7, 8), (2, 4, 7, 6)),
     "no keys": ((2, 4, 5, 8), (2, 4, 0, 8), (2, 4, 0, 6)),
-    "no keys, 3 dimensions": ((4, 5, 8), (4, 0, 8), (4, 0, 6)),
     "nothing": ((2, 4, 0, 8), (2, 4, 0, 8), (2, 4, 0, 8)),
     "no heads": ((2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6)),
     "no batch": ((0, 4, 5, 8), (0, 4, 7, 8), (0, 4, 7, 6)),
     "head size 0": ((2, 4, 5, 0), (2, 4, 7, 0), (2, 4, 7, 6)),
-    "head size 0, 3 dimensions": ((4, 5, 0), (4, 7, 0), (4, 7, 6)),
     "value size 0": ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 0)),
     "2 dimensions": ((0, 8), (7, 8), (7, 8)),
 }

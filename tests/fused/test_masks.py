@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import lipscope as ls
 from lipscope.attention import linearization
-from lipscope.fused import pattern, reference, tiled
-from lipscope.fused.pattern import Pattern, distinct
+from lipscope.fused import pattern, tiled
+from lipscope.fused.pattern import Pattern
 from tests.naive import dense_jacobian
 
 N, HEADS, SIZE, VALUES = 5, 4, 3, 2
@@ -147,31 +147,6 @@ def test_what_is_not_visible_sets_no_level():
     assert torch.equal(out[..., 1, :], v[..., 1, :].repeat_interleave(2, dim=1))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"sinks": draw(HEADS)}, {"softcap": 1.5}],
-    ids=["plain", "causal", "sinks", "softcap"],
-)
-def test_a_mask_whose_rows_reach_zero_gives_the_bits_of_a_plain_sum(options, tile):
-    x = (q, k, v) = tensors(2)
-    mask = -draw(N, N, seed=3).abs() * 10
-    mask.fill_diagonal_(0.0)
-    rule = Pattern(**options, mask=mask)
-    S = reference.scores(q, k, rule)[0] + reference._spread(mask, 2, HEADS, N)
-    if rule.causal:
-        later = torch.ones(N, N, dtype=torch.bool).triu(1)
-        S = S.masked_fill(reference._spread(later, 2, HEADS, N), -torch.inf)
-    top = S.amax(-1, keepdim=True)
-    sinks = torch.tensor(-torch.inf)
-    if rule.sinks is not None:
-        sinks = reference.rows(rule.sinks[:, None, None].expand(-1, N, 1), 2)
-    top = torch.maximum(top, sinks)
-    Z = torch.exp(S - top).sum(-1, keepdim=True) + torch.exp(sinks - top)
-    o, lse = reference.forward(*x, rule)
-    assert torch.equal(o, reference.heads((torch.exp(S - top) / Z) @ v, HEADS))
-    assert torch.equal(lse, reference.heads(top + Z.log(), HEADS)[..., 0])
-
-
 @pytest.mark.parametrize("shift", [-700.0, -40.0, 0.0, 30.0, 800.0, 1e9])
 def test_sinks_against_fifty_digits(shift):
     """Weights down to e^-700 with all digits: the sink stays where it is when the keys move."""
@@ -206,18 +181,6 @@ def test_a_mask_of_fewer_digits_is_subtracted_in_those_of_the_scores():
     q, k, v = tensors(2)
     mask = 10 * draw(N, N, seed=3).float()
     assert torch.equal(ls.attend(q, k, v, mask=mask), ls.attend(q, k, v, mask=mask.double()))
-
-
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("case", ["causal", "members", "sinks"])
-def test_gradcheck_and_gradgradcheck(case, shift):
-    lead, options = CASES[case]
-    rows = rows_of("some rows of each member" if lead else "one row", *lead)
-    mask = (rows * float64(shift)).expand(*lead, N, N)
-    x = tuple(t.requires_grad_() for t in tensors(2))
-    f = lambda q, k, v: ls.attend(q, k, v, mask=mask, **options)  # noqa: E731
-    assert torch.autograd.gradcheck(f, x, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(f, x, check_fwd_over_rev=True, fast_mode=True)
 
 
 def test_vmap_over_masks():
@@ -305,22 +268,15 @@ def test_an_expanded_row_is_not_written_out(causal, monkeypatch):
         o, lse = tiled.forward(q, k, v, rule)
         tiled.jvp(q, k, v, lse, (q, k, v), rule)
         tiled.vjp(q, k, v, lse, o, rule)
-        rule.bias_left(n, n, torch.ones(1).double())
+        rule.bias_left_by_head(n, n, torch.ones(1, 1).double())
     assert seen.size <= 16 * n * 8
     rule = Pattern(causal, mask=mask.expand(3, 1, n, n))
     rule = rule.each(lambda x: x.repeat_interleave(2, dim=0))
     assert rule.mask.shape == (6, 1, 1, n) and torch.equal(rule.bias[0, 0], mask[:1])
 
 
-def test_distinct():
-    x = draw(3, 1, 4).expand(2, 3, 5, 4)
-    assert distinct(x, range(-4, 0)).shape == (1, 3, 1, 4) and distinct(x, (-1,)) is x
-    assert distinct(x[:1], (-2,)).shape == (1, 3, 1, 4)
-    assert torch.equal(distinct(x, (-2,)).expand_as(x), x)
-
-
 def slow_left(rule: Pattern, n: int, largest: Tensor, heads: int) -> Tensor:
-    """bias_left by its definition, entry by entry."""
+    """bias_left_by_head, the largest of all heads, by its definition, entry by entry."""
     seen, left = rule.visible(n, n, torch.device("cpu")), []
     seen = torch.ones(1, 1, n, n, dtype=torch.bool) if seen is None else seen
     mask = torch.zeros(1) if rule.mask is None else rule.mask
@@ -361,7 +317,7 @@ def test_what_is_left_of_a_mask(seed, entries, monkeypatch):
         sinks=100 * torch.randn(2, generator=g, dtype=torch.float64) if seed < 6 else None,
     )
     largest = torch.tensor([0.0, 3.0, 400.0], dtype=torch.float64)
-    left = rule.bias_left(N, N, largest)
+    left = rule.bias_left_by_head(N, N, largest[:, None]).amax(dim=-1)
     assert left.dtype == torch.float64
     torch.testing.assert_close(left, slow_left(rule, N, largest, 2), rtol=1e-15, atol=0)
     assert (left <= 760 + 2 * largest).all()
@@ -374,22 +330,13 @@ def test_what_is_left_out_of_the_count_has_no_weight():
     mask[:, 1::2] = -(760 + 2 * largest) * (1 + 1e-12)
     without = mask.masked_fill(mask < 0, -torch.inf)
     assert torch.equal(ls.attend(q, k, v, mask=mask), ls.attend(q, k, v, mask=without))
-    assert Pattern(mask=mask).bias_left(N, N, float64([largest])) == 0
-
-
-def test_a_shift_is_nothing_left():
-    for shift in SHIFTS:
-        mask = torch.zeros(N, N, dtype=torch.float64)
-        mask[2:] = shift
-        assert Pattern(mask=mask).bias_left(N, N, torch.ones(2)).tolist() == [0, 0]
-    assert Pattern().bias_left(N, N, torch.ones(2)).tolist() == [0, 0]
-    assert Pattern(mask=torch.ones(N, N) > 0).bias_left(N, N, torch.ones(2)).tolist() == [0, 0]
+    assert Pattern(mask=mask).bias_left_by_head(N, N, float64([[largest]])) == 0
 
 
 def test_no_kernel_takes_a_mask_of_more_digits_than_it_keeps():
     triton_operands = pytest.importorskip("lipscope.fused.triton_operands")
     q, k, v = (x.float() for x in tensors(4))
     rule = Pattern(mask=torch.zeros(N, N))
-    assert triton_operands.unsupported(q, k, v, rule) is None
+    assert triton_operands.supports(q, k, v, rule)
     double = Pattern(mask=torch.zeros(N, N, dtype=torch.float64))
-    assert "float64" in triton_operands.unsupported(q, k, v, double)
+    assert not triton_operands.supports(q, k, v, double)

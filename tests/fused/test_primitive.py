@@ -104,13 +104,6 @@ def test_vmap_composes(name):
     assert torch.allclose(ours, nested(lambda *z: naive_attend(*z, **OPTIONS[name])), atol=1e-12)
 
 
-def test_vmap_over_masks():
-    q, k, v = (t[0] for t in tensors(2))
-    masks = boolean(3, N, N, seed=5)
-    together = vmap(lambda m: ls.attend(q, k, v, mask=m))(masks)
-    assert torch.allclose(together, torch.stack([ls.attend(q, k, v, mask=m) for m in masks]))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_more_keys_than_queries(causal, tile):
     """A suffix of queries sees the keys before it: the last rows of the square problem."""
@@ -148,11 +141,6 @@ def test_a_product_J_v_by_two_backward_passes_is_itself_differentiable():
         found.append(torch.autograd.grad((u * Jd).sum(), (q, k, v)))
     for mine, naive in zip(*found, strict=True):
         assert torch.allclose(mine, naive, rtol=1e-12, atol=1e-12)
-
-
-def test_a_mask_with_gradient_is_refused():
-    with pytest.raises(ls.UserError, match=r"mask\.detach"):
-        ls.attend(*tensors(4), mask=draw(N, N).requires_grad_())
 
 
 @pytest.mark.parametrize(

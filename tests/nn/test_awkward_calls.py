@@ -89,28 +89,6 @@ def test_tokens_of_any_size_take_the_same_steps(dtype, size, norm):
     assert (large.error_bound <= 3 * size * small.error_bound).all()
 
 
-def test_large_and_small_tokens_come_back_from_attention():
-    r = attention_residual()
-    for size in (1e-30, 1e15):
-        X = size * torch.randn(2, 6, 8)
-        found = r.inverse(r(X))
-        assert (found.value - X).abs().max() < 2e-6 * size and (
-            found.error_bound < 1e-3 * size
-        ).all()
-
-
-@pytest.mark.parametrize("constant", [0.5, None])
-@pytest.mark.parametrize(
-    "make", [ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, ls.nn.DotSelfAttention]
-)
-def test_attention_that_promises_no_constant_is_refused(make, constant):
-    with pytest.raises(ls.UserError, match=r"ContractiveL2Attention\(") as error:
-        ls.nn.InvertibleResidual(make(32, 4), constant)
-    assert constant is None or (
-        "has no" if make is ls.nn.DotSelfAttention else "guarantees no constant"
-    ) in str(error)
-
-
 def test_the_determinant_in_inference_mode_is_the_usual_one():
     r = attention_residual()
     x = torch.randn(2, 5, 8)

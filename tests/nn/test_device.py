@@ -56,17 +56,11 @@ def test_outputs_and_gradients_are_those_of_the_cpu(name, dtype, tol):
 
 @pytest.mark.parametrize("name", list(ATTENTIONS))
 @pytest.mark.parametrize("norm", ["2", "inf"])
-def test_bounds_are_those_of_the_cpu_and_hold(name, norm):
+def test_bounds_are_those_of_the_cpu(name, norm):
     here, there = layer(name), layer(name).cuda()
     bound = there.lipschitz_bound(TOKENS, norm)
     # On a GPU norms come from squarings, above the truth by up to 0.7 %.
     assert bound == pytest.approx(here.lipschitz_bound(TOKENS, norm), rel=0.02)
-    if norm == 2 and name != "cosine":
-        sigma = ls.local_lipschitz(there.as_map(TOKENS), tokens()[0].cuda()).value
-        assert sigma == pytest.approx(
-            ls.local_lipschitz(here.as_map(TOKENS), tokens()[0]).value, rel=1e-4
-        )
-        assert 0 < sigma <= bound
 
 
 @pytest.mark.parametrize("norm", ["2", "inf"])

@@ -9,7 +9,7 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.nn.contractive import ContractiveMLP
-from lipscope.nn.matrix_norms import FLOOR, by_squaring, spectral_upper
+from lipscope.nn.matrix_norms import FLOOR
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -113,17 +113,3 @@ def test_a_bound_of_huge_weights_is_a_bound(norm):
     assert grown.lipschitz_bound(5, norm) == math.inf
     X = torch.randn(5, 6).double()
     assert scaled(X).isfinite().all() and scaled(X).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("size", [1e-150, 1e-3, 1e150])
-def test_squaring_is_not_below_the_norm_at_any_scale(size):
-    torch.manual_seed(0)
-    for p in (1, 2, 5, 30):
-        W = torch.randn(20, p, p + 1).double()
-        G = W @ W.mT * size
-        exact = torch.linalg.eigvalsh(G / size)[..., -1] * size
-        assert (by_squaring(G) * (1 + 4 * p * torch.finfo(torch.float64).eps) >= exact).all()
-        assert (spectral_upper(W * size) >= torch.linalg.matrix_norm(W, 2) * size).all()
-        assert (
-            spectral_upper(W * size) <= torch.linalg.matrix_norm(W, 2) * size * (1 + 1e-10)
-        ).all()

@@ -102,15 +102,6 @@ def test_the_members_of_a_batch_do_not_know_each_other():
         torch.testing.assert_close(alone.value, together.value[i], rtol=1e-5, atol=1e-6)
 
 
-def test_a_broken_promise_is_noticed():
-    class Liar(nn.Module):
-        def forward(self, x):
-            return -1.5 * x
-
-    with pytest.raises(ls.UserError, match=r"not a contraction with constant 0\.5: two points"):
-        ls.nn.InvertibleResidual(Liar(), constant=0.5).inverse(torch.randn(4, 3))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -310,15 +301,6 @@ def test_the_remainder_bounds_what_is_cut_off():
             series = 6 * (-1) ** (k + 1) / k * c**k * torch.cos(k * phase)
             assert abs(series[terms:].sum()) <= remainder(c, terms, 6)
     assert remainder(0.9, 4, 6) == pytest.approx(6 * 0.9**5 / 5 / 0.1)
-
-
-def test_a_residual_trains_and_saves():
-    r = residual(0.7)
-    again = residual(0.7, seed=5)
-    again.load_state_dict(r.state_dict())
-    X = torch.randn(2, 5, 8)
-    assert torch.equal(r(X), again(X))
-    assert "constant=0.7" in repr(r)
 
 
 def padded_tokens():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.nn.l2_constants import reaction
+from lipscope.nn.l2_attention import reaction
 from tests.nn.climb import climbed
 
 NORMS = ("2", "inf")

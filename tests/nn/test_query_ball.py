@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.nn.attention_layer import MOST_TOKENS
-from lipscope.nn.l2_constants import LARGE, QueryBall, radius, reaction, score_limit
+from lipscope.nn.l2_attention import LARGE, QueryBall, radius, reaction, score_limit
 
 SIZES = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0)
 CPU = torch.device("cpu")
@@ -318,34 +318,6 @@ def test_a_projection_stretches_the_largest_coordinate():
     assert dense(layer, X, "inf") == pytest.approx(1.5, rel=1e-6)
     assert 1.5 <= bound == pytest.approx(1.5, rel=1e-9)
     assert dense(layer, X, "2") <= layer.lipschitz_bound(1) == pytest.approx(1, rel=1e-9)
-
-
-def test_the_size_is_learned_through_the_scale():
-    torch.manual_seed(0)
-    layer = ls.nn.ContractiveL2Attention(4, 2, 0.9, ball=1.0, learn_ball=True).double()
-    X, names = torch.randn(3, 4).double(), [name for name, _ in layer.named_parameters()]
-
-    def at(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (X,))
-
-    assert "ball.log_size" in names
-    assert torch.autograd.gradcheck(at, tuple(layer.parameters()))
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_residual_inverts_and_has_its_determinant(causal, learned):
-    torch.manual_seed(0)
-    g = ls.nn.ContractiveL2Attention(4, 2, 0.9, causal=causal, ball=0.5, learn_ball=learned)
-    residual = ls.nn.InvertibleResidual(g).double()
-    X = torch.randn(3, 5, 4).double()
-    back = residual.inverse(residual(X))
-    error = (back.value - X).flatten(1).norm(dim=1)
-    assert (error <= back.error_bound).all() and error.max() < 1e-13 and not back.noisy.any()
-    J = torch.autograd.functional.jacobian(residual, X[0]).reshape(20, 20)
-    found = residual.log_det(X[0], terms=30, probes=400)
-    truth = torch.linalg.slogdet(J).logabsdet
-    assert abs(found.value - truth) <= 5 * found.standard_error + found.remainder
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, True])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.nn.l2_constants import longest_image, radius, score_limit
-from tests.nn.test_query_ball import configurations, dense, limit
+from lipscope.nn.l2_attention import longest_image, radius, score_limit
+from tests.nn.test_query_ball import configurations, limit
 
 
 def longest(W: Tensor) -> float:
@@ -215,11 +215,3 @@ def test_never_above_the_product_of_row_sums():
             rows = ls.bounds(layer.as_map(n), ls.Everywhere(n), norm="inf")
             offered = min(row.value for row in rows if row.kind == "upper")
             assert layer.lipschitz_bound(n, "inf") <= offered * (1 + 1e-9)
-
-
-def test_padding_is_scaled_by_the_tokens_that_are_real():
-    torch.manual_seed(0)
-    layer = ls.nn.ContractiveL2Attention(4, 2, 0.9, "inf").double()
-    X, real = torch.randn(2, 7, 4).double(), torch.arange(7) < torch.tensor([[7], [3]])
-    torch.testing.assert_close(layer(X, real)[1, :3], layer(X[1, :3]), rtol=1e-9, atol=1e-12)
-    assert dense(layer, X[1, :3], "inf") <= 0.9

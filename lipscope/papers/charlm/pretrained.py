@@ -16,8 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
-from lipscope.nn.l2_constants import BALL
+from lipscope.nn.l2_attention import BALL, BallL2Attention, L2SelfAttention
 from lipscope.papers.charlm.files import MODEL_TYPE, NAMES, config_fields
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer, norm_in_words
 

@@ -162,7 +162,6 @@ def read_subject(
     head: bool,
     length: int,
     samples: int,
-    dtype: torch.dtype | None = None,
     inputs: Inputs = None,
 ) -> Subject:
     """Copy the model and cut the text into sequences.
@@ -174,7 +173,6 @@ def read_subject(
         head: Whether the outputs of the task head are needed; otherwise the trunk runs alone.
         length: Maximum number of tokens per sequence.
         samples: Number of sequences taken from one text.
-        dtype: The dtype of the reference. Default: that of a loaded Model, else float64.
         inputs: What the model reads in place of text, one row per sample: a tensor for its main
             argument, or tensors for all its arguments by name.
     """
@@ -185,7 +183,7 @@ def read_subject(
         model = None
         own = "eager"
         routed = False
-        wanted = dtype or torch.float64
+        dtype = torch.float64
         name = type(source).__name__
         encode = None
         limit = None
@@ -204,14 +202,14 @@ def read_subject(
                 "Python, with inputs=tensor or inputs={name: tensor, ...}"
             )
         routed = model.preflight.routed
-        wanted = dtype or model.dtype
+        dtype = model.dtype
         name = model.card.name
         encode = model.encode
         limit = model.max_positions
     module = copied(module).eval().requires_grad_(False)
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(wanted)
+            tensor.data = tensor.data.to(dtype)
     if not rows:
         device = next(module.parameters()).device
         ids = read_sequences(text, encode, min(length, limit or length), samples)
@@ -224,7 +222,7 @@ def read_subject(
     subject = Subject(
         module=module,
         sequences=tuple(rows),
-        dtype=wanted,
+        dtype=dtype,
         # Exact, differentiable twice, and linear in memory; the model's own need not be.
         attention=NAME if routed else own,
         own=own,

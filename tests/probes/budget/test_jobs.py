@@ -29,11 +29,11 @@ def test_a_run_that_was_interrupted_resumes(tmp_path, monkeypatch):
     whole, worked = priced(), []
     price = prediction._price_sequence
 
-    def counted(subject, wanted, metric, settings, b, lows):
+    def counted(work, wanted, b):
         worked.append((b, [f.name for f in wanted]))
         if len(worked) == 3:
             raise KeyboardInterrupt
-        return price(subject, wanted, metric, settings, b, lows)
+        return price(work, wanted, b)
 
     monkeypatch.setattr(prediction, "_price_sequence", counted)
     with pytest.raises(KeyboardInterrupt):

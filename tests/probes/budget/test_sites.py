@@ -32,6 +32,20 @@ def test_products_are_those_of_the_derivative(kind):
                 assert abs(got - expected) <= 1e-5 * Je[b].norm(), (f.name, b, k)
 
 
+@pytest.mark.wide
+def test_a_site_alone_is_one_of_the_products():
+    subject = read_subject(tiny("llama"), some_ids(1), head=False, length=64, samples=1)
+    metric = read_metric("output")
+    (y,) = exact_outputs(subject, metric)
+    for name in ("w8a8", "kv4"):
+        f = read_format(name)
+        products = collect_products(subject, [f], metric, 2, 0)[name]
+        v = metric.probe(y, torch.Generator().manual_seed(0))
+        for i in range(0, len(products.sites), 5):
+            (Je,) = first_order_errors(subject, f, metric, only=products.sites[i])
+            assert abs(products.t[0, 0, i] - (v * Je).sum()) <= 1e-5 * Je.norm()
+
+
 def test_sites_are_complete():
     subject = read_subject(tiny("llama"), some_ids(1), head=False, length=64, samples=1)
     f = read_formats("w8a8,kv8")
