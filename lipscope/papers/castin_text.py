@@ -214,7 +214,8 @@ def judge_plotted(layer: int, numbers: Numbers, quoted: Quoted) -> Verdict:
     )
     low = ratios[0]
     high = ratios[-1]
-    sigma, statistic = (growth(numbers, f"{kind} {RELEASED}", layer) for kind in KINDS)
+    sigma = growth(numbers, f"sigma {RELEASED}", layer)
+    statistic = growth(numbers, f"statistic {RELEASED}", layer)
     reason = (
         f"the plotted √‖Jᵀf‖ is {low:.3g} to {high:.3g} times σ on the same inputs; "
         f"σ grows like n^{sigma}, what is plotted like n^{statistic}"
@@ -222,7 +223,6 @@ def judge_plotted(layer: int, numbers: Numbers, quoted: Quoted) -> Verdict:
     return judged(low >= 1 - SAME and high <= 1 + SAME, reason, (low, high))
 
 
-KINDS = ("sigma", "statistic")
 SAME = 0.05
 """Relative difference up to which a plotted value counts as the constant."""
 

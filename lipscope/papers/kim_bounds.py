@@ -286,18 +286,16 @@ def untied_rows() -> list[dict[str, float]]:
     untied = SelfAttention(one, 2 * one, one, kernel=L2())
     tied = SelfAttention(one, one, one, kernel=L2())
     bound = min(row.value for row in bounds(tied, Everywhere(3)) if row.kind == "upper")
-    found = []
-    for L in (1.0, 10.0, 100.0, 1000.0):
-        X = L * torch.tensor([[6.0], [2.0], [4.0]], dtype=torch.float64)
-        found.append(
-            {
-                "L": L,
-                "untied": float(local_lipschitz(untied, X).value),
-                "tied": float(local_lipschitz(tied, X).value),
-                "bound": bound,
-            }
-        )
-    return found
+    X = torch.tensor([[6.0], [2.0], [4.0]], dtype=torch.float64)
+    return [
+        {
+            "L": L,
+            "untied": float(local_lipschitz(untied, L * X).value),
+            "tied": float(local_lipschitz(tied, L * X).value),
+            "bound": bound,
+        }
+        for L in (1.0, 10.0, 100.0, 1000.0)
+    ]
 
 
 def judge_unbounded(numbers: Numbers, quoted: Quoted) -> Verdict:

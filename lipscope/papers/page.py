@@ -116,15 +116,15 @@ def _claim(one: Outcome) -> str:
     claim = one.claim
     record = one.record
     found = f". Interval: {_range(one)}" if one.interval else ""
-    facts = {
-        "Source": QUOTED[claim.id].source,
-        "Needs": claim.needs,
-        "Run": "" if record is None else _about(record),
-    }
-    about = [f"{name}: {text}" for name, text in facts.items() if text]
-    note = " ".join(
-        text if text.endswith("?") else f"{text}." for text in (PAPERS[claim.paper], *about)
-    )
+    about = [PAPERS[claim.paper], f"Source: {QUOTED[claim.id].source}", f"Needs: {claim.needs}"]
+    if record is not None:
+        size = "quick" if record.quick else "full"
+        run = f"{size}, {record.device}, {record.seconds:.1f} s, seed {record.seed}"
+        # Hashes are shown by their first digits.
+        used = (f"; {name}: {what}" for name, what in record.used.items())
+        short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", "".join(used))
+        about.append(f"Run: {run}{short}")
+    note = " ".join(text if text.endswith("?") else f"{text}." for text in about)
     parts = []
     if record is not None and claim.plot is not None:
         parts.append(_picture(claim.id, claim.plot(record.numbers)))
@@ -136,17 +136,6 @@ def _claim(one: Outcome) -> str:
         f'<p class="note">{escape(note)}</p>',
         command(_command(claim.id, record)),
     )
-
-
-def _about(record: Record) -> str:
-    # Hashes are shown by their first digits.
-    used = [
-        f"{name}: " + re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", what)
-        for name, what in record.used.items()
-    ]
-    size = "quick" if record.quick else "full"
-    run = f"{size}, {record.device}, {record.seconds:.1f} s, seed {record.seed}"
-    return "; ".join([run, *used])
 
 
 def _command(name: str, record: Record | None) -> str:

@@ -283,12 +283,9 @@ class Outcome:
             "holds": None if verdict is None else verdict.holds,
             "interval": self.interval,
             "reason": self.reason,
-            "numbers": None if record is None else record.numbers,
+            "numbers": getattr(record, "numbers", None),
             "used": {} if record is None else record.used,
-            "quick": None if record is None else record.quick,
-            "device": None if record is None else record.device,
-            "seconds": None if record is None else record.seconds,
-        }
+        } | {name: getattr(record, name, None) for name in ("quick", "device", "seconds")}
 
 
 @entry_point

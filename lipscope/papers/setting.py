@@ -41,7 +41,6 @@ TOKENIZER = " tokenizer"
 """Ends the name of the tokenizer of a model with random weights."""
 
 PROSE = "Python's help topics"
-WORDS = "the tokenizer of all-MiniLM-L6-v2"
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2Model"]},
     "bert-base-uncased": {"model_type": "bert", "architectures": ["BertModel"]},
@@ -195,7 +194,9 @@ class Setting:
         return f"sha256 {self._hashes[folder]}"
 
     def _tokenizer_note(self, name: str) -> str:
-        return STAND_IN + WORDS if self._folder(name) is None else self._model_note(name, None)
+        if self._folder(name) is None:
+            return f"{STAND_IN}the tokenizer of all-MiniLM-L6-v2"
+        return self._model_note(name, None)
 
     def _text_note(self, name: str) -> str:
         path = self._text_path(name)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch import Tensor
 from lipscope._checks import abbreviate
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
-from lipscope.models.model import Model
 from lipscope.study.records import SampleTokens
+
+if TYPE_CHECKING:
+    from lipscope.models.model import Model  # late: training needs no transformers
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""

@@ -14,8 +14,8 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -83,11 +83,18 @@ def campaign(chunk: Callable[[int], Result], size: int, count: int, about: str) 
     left = [i for i in chunks if i not in done]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(asked.out.open("a")) if asked.out else None
-        for i, result in finished(chunk, left, asked.workers, began + 60 * asked.minutes):
+        context = multiprocessing.get_context("fork")
+        pool = ProcessPoolExecutor(asked.workers, context, torch.set_num_threads, (1,))
+        stack.enter_context(pool)
+        for future in as_completed([pool.submit(timed, chunk, i) for i in left]):
+            i, result = future.result()
             total.add(result)
             done.add(i)
             if out:
                 print(json.dumps({"chunk": i, **asdict(result)}), file=out, flush=True)
+            if time.monotonic() - began > 60 * asked.minutes:
+                pool.shutdown(cancel_futures=True)
+                break
     show(total)
     here = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(
@@ -123,40 +130,12 @@ def read(path: Path | None, chunks: range) -> tuple[Result, set[int]]:
     return total, done
 
 
-def finished(
-    chunk: Callable[[int], Result], left: list[int], workers: int, until: float
-) -> Iterable[tuple[int, Result]]:
-    """The results of all chunks, as they come, until time is up."""
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=one_thread) as pool:
-        waiting: dict[Future[Result], int] = {}
-        queue = iter(left)
-        while True:
-            while len(waiting) < 2 * workers and time.monotonic() < until:
-                if (i := next(queue, None)) is None:
-                    break
-                waiting[pool.submit(timed, chunk, i)] = i
-            if not waiting:
-                return
-            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                yield waiting.pop(future), future.result()
-
-
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def timed(chunk: Callable[[int], Result], i: int) -> Result:
-    began = used()
+def timed(chunk: Callable[[int], Result], i: int) -> tuple[int, Result]:
+    """Do a chunk; its processor time includes that of children that have ended."""
+    before = os.times()
     result = chunk(i)
-    result.seconds = used() - began
-    return result
-
-
-def used() -> float:
-    """Processor time of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    result.seconds = sum(os.times()[:4]) - sum(before[:4])
+    return i, result
 
 
 def show(total: Result) -> None:

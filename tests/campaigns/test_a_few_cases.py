@@ -86,6 +86,7 @@ def test_hostile_folders(trap, commands):
     assert not result.faults and sum(result.total().values()) == len(commands)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("number", "command"),
     [
@@ -103,6 +104,7 @@ def test_studies_that_once_harmed_a_command(number: int, command: str):
     assert result.faults == []
 
 
+@pytest.mark.wide
 def test_edited_studies():
     result = Result()
     for number in (12, 15):

@@ -29,6 +29,7 @@ def test_wilsons_interval_against_its_equation():
             assert left == pytest.approx(right, abs=1e-12)
 
 
+@pytest.mark.wide
 def test_bounds_on_implementations_hold_and_a_broken_one_is_reported(monkeypatch):
     few = {name: castin_checks.ARCHITECTURES[name] for name in ("GPT-2", "Llama")}
     monkeypatch.setattr(castin_checks, "ARCHITECTURES", few)

@@ -1,6 +1,5 @@
 """Figures on text: both statistics against dense Jacobians, real models by name, planted errors."""
 
-import json
 import shutil
 from itertools import cycle
 
@@ -105,6 +104,7 @@ def test_windows_do_not_overlap_and_sigma_is_that_of_a_dense_jacobian(models, te
     assert found["rms"] == pytest.approx(site.X[0].square().sum(1).mean().sqrt().item())
 
 
+@pytest.mark.wide
 def test_real_names_give_real_verdicts_and_claims_share_a_measurement(
     models, texts, short, tmp_path
 ):
@@ -201,8 +201,3 @@ def test_planted_the_statistic_of_the_release_in_place_of_sigma_turns_a_verdict(
         lambda f, X, tol: Planted(released_statistic(f, X, f(X))),
     )
     assert run() == "REPRODUCED"
-
-
-def test_numbers_can_be_stored_as_json(models, texts, short):
-    numbers = measure_figure(BERT, "alice", Setting(quick=True, models=models, texts=texts))
-    assert json.loads(json.dumps(numbers)) == numbers
