@@ -440,9 +440,12 @@ def _connected(cluster: Any) -> Iterator[Client]:
         loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
         yield client
     finally:
-        for one in (client, cluster):
+        try:
+            with suppress(Exception):
+                client.close()
+        finally:  # a second Ctrl-C must not leave jobs in a batch system
             with suppress(Exception):  # an address has nothing to close
-                one.close()
+                cluster.close()
 
 
 # What follows runs on a worker. One work is kept there, the newest: a model can be large.

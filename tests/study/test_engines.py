@@ -9,6 +9,8 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import dask
 import pytest
@@ -260,6 +262,23 @@ def test_a_cluster_that_is_started():
         engines._started("distributed", "LocalCluster", {"n": 1}, 1),
     ):
         pass
+
+
+def test_an_interrupt_while_the_client_ends_does_not_leave_the_cluster_behind(monkeypatch):
+    closed = []
+
+    class Interrupted:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.loop = MagicMock()
+
+        def close(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("distributed.Client", Interrupted)
+    cluster = SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(KeyboardInterrupt), engines._connected(cluster):
+        pass
+    assert closed
 
 
 class RefusedJob(ProcessInterface):
