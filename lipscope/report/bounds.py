@@ -54,7 +54,7 @@ def bound_summary(audit: Audit) -> RenderableType:
     letters = dict(zip(names, ascii_uppercase, strict=False))
     lines = []
     for name, letter in letters.items():
-        above = [rows[name].value / rows[WORST].value for rows in heads.values() if name in rows]
+        above = [_over(rows[name], rows[WORST]) for rows in heads.values() if name in rows]
         worst = "-" if at_point(name) else f"{median(above):.3g}"
         found = ratios[name]
         spread = f"{median(found):.4g} [{min(found):.3g}, {max(found):.3g}]"
@@ -116,8 +116,13 @@ def at_point(name: str) -> bool:
 
 def _ratio(rows: dict[str, Row], name: str) -> float:
     # A lower bound on a ball is reached by its worst input, not by the text.
-    against = rows[WORST if rows[name].kind == "lower" and not at_point(name) else SIGMA].value
-    return rows[name].value / against if against > 0 else math.inf
+    worst = rows[name].kind == "lower" and not at_point(name)
+    return _over(rows[name], rows[WORST if worst else SIGMA])
+
+
+def _over(bound: Row, found: Row) -> float:
+    # A head whose values are all zero has σ = 0 everywhere.
+    return bound.value / found.value if found.value > 0 else math.inf
 
 
 @dataclass(frozen=True)

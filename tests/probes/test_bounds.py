@@ -3,11 +3,14 @@
 import shlex
 
 import pytest
+import torch
+from rich.console import Console
 
 from lipscope.attack.ascent import Climb
 from lipscope.cli import main
 from lipscope.models.loading import load
 from lipscope.probes.bounds import BOUND, REGIME, WORST, audit_model
+from lipscope.report.bounds import bound_summary
 from lipscope.study.records import SIGMA
 from lipscope.study.study import Study
 from lipscope.study.study import merge_directories as merge
@@ -49,6 +52,20 @@ def test_a_larger_ball_has_larger_bounds(tiny, prose, audited):
     (small,) = (r for r in audited.study.rows if r.probe == name and r.head == 0)
     (large,) = (r for r in wide.study.rows if r.probe == name)
     assert large.radius == 50 and large.value > small.value
+
+
+def test_a_head_without_values_is_in_the_table(tiny, prose):
+    model = load(tiny)
+    with torch.no_grad():
+        value = next(p for name, p in model.trunk.named_parameters() if "value.weight" in name)
+        value[: len(value) // 2] = 0
+        for name, p in model.trunk.named_parameters():
+            if "value.bias" in name:
+                p.zero_()
+    found = audit_model(model, prose, (4,), layers=[0], climb=SHORT)
+    assert min(r.value for r in found.study.rows if r.probe == WORST) == 0
+    console = Console(width=200, record=True, quiet=True)
+    console.print(bound_summary(found))
 
 
 def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_path, capsys):
