@@ -202,7 +202,10 @@ class Store:
         for row in rows:
             record = _stored(row)
             if not valid_row(record):
-                raise ValueError(f"a study cannot hold this row: {row}")
+                raise ValueError(
+                    "a study cannot hold this row: lower <= value <= upper does not hold, its "
+                    f"status promises a value that is NaN, or a type or range is wrong: {row}"
+                )
             stored.append((*record, row_checksum(record)))
         with self._transaction():
             self._db.executemany(ROWS.insert, stored)

@@ -57,7 +57,7 @@ def test_columns_are_frozen():
     ],
 )  # fmt: skip
 def test_an_impossible_row_is_not_written(changes):
-    with pytest.raises(ValueError, match="a study cannot hold this row"):
+    with pytest.raises(ValueError, match="a study cannot hold this row: lower <= value <= upper"):
         Store.create(None, info()).write([row(**changes)])
 
 
