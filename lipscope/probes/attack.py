@@ -180,7 +180,7 @@ def attack_model(
     model = model if isinstance(model, Model) else load(model)
     settings = {"lengths": (plan.length,), "samples": 1, "layers": plan.layers, "seed": plan.seed}
     given = read_inputs(model, text, settings)
-    layers = tuple(range(model.layers) if plan.layers is None else plan.layers)
+    layers = model.attending if plan.layers is None else tuple(plan.layers)
     probe = Attack(plan, layers, began)
 
     def tell(done: float, total: float) -> None:

@@ -191,7 +191,7 @@ def convert_model(
         raise UserError(
             f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}"
         )
-    chosen = numbered(layers, loaded.layers)
+    chosen = numbered(layers, loaded)
     survey = loaded.survey(inputs=sample)
     n = next(iter(sample.values())).shape[1]
     if n < 2 and "pixel_values" not in sample:
