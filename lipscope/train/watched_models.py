@@ -43,7 +43,7 @@ def watch(
 
     Args:
         model: A transformers model; it may be wrapped or compiled.
-        layers: Layer numbers, from 0. Default: all layers.
+        layers: Layer numbers, from 0. Default: all layers with attention.
         scope: The map to measure at each layer: ``"attention"`` (all heads and the output
             projection), ``"normed"``, ``"residual"`` or ``"block"``; see docs/scopes.md.
 
