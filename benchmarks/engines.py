@@ -20,8 +20,9 @@ from statistics import median
 from typing import NamedTuple
 
 from lipscope.models.loading import load
+from lipscope.models.model import Model
 from lipscope.study.engines import open_engine
-from lipscope.study.run import Verb, measure_as
+from lipscope.study.run import DEFAULTS, run_measurement
 from lipscope.study.store import Store
 from tests.study.fakes import answer, info, jobs, start_answering
 from tests.study.printed import exported
@@ -30,13 +31,16 @@ from tests.study.tiny import PROSE, save_tiny
 LENGTHS, JOBS = range(8, 28), 100
 
 
-def study_seconds(model: str, engine: Callable[..., object]) -> tuple[float, list[str]]:
+def study_seconds(model: Model, engine: Callable[..., object]) -> tuple[float, list[str]]:
     """Seconds for a study of 20 lengths x 5 layers, and its export."""
     began = time.perf_counter()
-    study = measure_as(
-        Verb("measure"), model, PROSE, LENGTHS, 1, None, None, ("heads", "attention"),
+    settings = {**DEFAULTS, "lengths": LENGTHS, "samples": 1}
+    study = run_measurement(
+        model,
+        PROSE,
+        settings,
         engine=engine,  # type: ignore[arg-type]  # also engines that measure does not offer
-    )  # fmt: skip
+    )
     return time.perf_counter() - began, exported(study)
 
 
@@ -89,7 +93,7 @@ def compare(engines: dict[str, object], repeat: int) -> list[tuple[str, float]]:
         exports = []
         for turn in range(repeat + 1):
             for name, engine in engines.items():
-                taken, export = study_seconds(loaded, partial(given, engine))  # type: ignore[arg-type]  # loaded: measure takes models too
+                taken, export = study_seconds(loaded, partial(given, engine))
                 exports.append(export)
                 if turn:
                     seconds[name].append(taken)

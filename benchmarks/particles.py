@@ -85,8 +85,8 @@ def to_the_end(n: int) -> dict[str, float | int | str]:
         "n": n,
         "steps": flow.steps,
         "evaluations": flow.evaluations,
-        "status": flow.status,
-        "clusters": clusters.status,
+        "status": flow.summary,
+        "clusters": clusters.summary,
         "mib": peak_mib() - before,
         **clock,
     }

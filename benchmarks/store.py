@@ -13,14 +13,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from lipscope.study.records import About, Identity, Row, SampleTokens, Sensitivity, StudyInfo
+from lipscope.study.records import (
+    Description,
+    Fingerprint,
+    Row,
+    SampleTokens,
+    Sensitivity,
+    StudyHeader,
+)
 from lipscope.study.store import Store
 
 HEADS, LAYERS, LENGTHS = 20, 25, (8, 16, 32, 64, 128)
 
-INFO = StudyInfo(
-    Identity("w", "c", "", "t", "x", False, "float64", "none", 1e-6, 0, 1),
-    About(
+INFO = StudyHeader(
+    Fingerprint("w", "c", "", "t", "x", False, "float64", "none", 1e-6, 0, 1),
+    Description(
         "a model",
         "Model",
         LAYERS,

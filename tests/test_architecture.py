@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -179,6 +180,28 @@ def test_every_file_is_short_and_says_what_it_is():
     for path in paths:
         found += file_violations(path.relative_to(ROOT).as_posix(), path.read_text())
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_programs_import_names_that_exist(folder):
+    missing = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = getattr(node, "module", None) or ""
+            if not isinstance(node, ast.ImportFrom) or module.split(".")[0] != "lipscope":
+                continue
+            try:
+                home = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if not (error.name or "").startswith("lipscope"):
+                    continue  # a package that is not everywhere, such as triton
+                missing.append(f"{path.name}: {module}")
+                continue
+            for name in (alias.name for alias in node.names):
+                inside = hasattr(home, "__path__") and importlib.util.find_spec(f"{module}.{name}")
+                if not hasattr(home, name) and not inside:
+                    missing.append(f"{path.name}: {module}.{name}")
+    assert not missing, "\n".join(missing)
 
 
 def test_importing_lipscope_is_light():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,8 +136,14 @@ class Model:
     @property
     @unaffected
     def layers(self) -> int:
-        """The number of layers."""
+        """The number of layers; of a hybrid, its blocks without attention included."""
         return len(self._known_layers())
+
+    @property
+    @unaffected
+    def attending(self) -> tuple[int, ...]:
+        """The numbers of the layers that can be measured: all but those without attention."""
+        return tuple(i for i, layer in enumerate(self._known_layers()) if layer.attends)
 
     @property
     @unaffected
@@ -190,7 +196,8 @@ class Model:
             inputs: All arguments of the model by name, samples first, for models that read
                 something else (sound, for instance) or need more than one input.
             scopes: The maps to take at each layer; see docs/scopes.md.
-            layers: Layer numbers, from 0. Default: all layers.
+            layers: Layer numbers, from 0: those of the model's blocks. Default: all layers with
+                attention.
             heads: Head numbers, for the scope heads. Default: all heads.
 
         Returns:
@@ -201,13 +208,8 @@ class Model:
             input_ids, inputs_embeds=inputs_embeds, pixel_values=pixel_values, inputs=inputs
         )
         self.check_scopes(scopes)
-        chosen = range(self.layers) if layers is None else layers
-        for i in chosen:
-            if not 0 <= i < self.layers:
-                raise UserError(
-                    f"layer {i} does not exist: {self.card.architecture} has layers "
-                    f"0 to {self.layers - 1}"
-                )
+        chosen = self.attending if layers is None else layers
+        self.check_layers(chosen, self.card.architecture)
         self.check_heads(heads, chosen)
         whole = [scope for scope in scopes if SCOPES[scope].per == "model"]
         within = [
@@ -261,6 +263,19 @@ class Model:
                 raise UserError(
                     f"{self.preflight.reason}, so scope {scope} is not available; "
                     f"use scope {', '.join(WITHOUT_ROUTE[:-1])} or {WITHOUT_ROUTE[-1]}"
+                )
+
+    def check_layers(self, layers: Iterable[int], name: str) -> None:
+        """Raise UserError for a layer number that the model `name` does not have or cannot use."""
+        for i in layers:
+            if not 0 <= i < self.layers:
+                raise UserError(
+                    f"layer {i} does not exist: {name} has layers 0 to {self.layers - 1}"
+                )
+            if i not in self.attending:
+                raise UserError(
+                    f"layer {i} of this model has no attention; the layers with attention are "
+                    f"{', '.join(map(str, self.attending))}"
                 )
 
     def check_heads(self, heads: Sequence[int] | None, layers: Sequence[int]) -> None:

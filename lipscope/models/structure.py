@@ -43,7 +43,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, tor
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer. A module may serve several layers (ALBERT): layer i is the i-th call.
+    """One block. A module may serve several layers (ALBERT): layer i is the i-th call.
 
     core:       the module that calls the attention function; None if the model uses its own
                 attention code
@@ -52,6 +52,8 @@ class Layer:
                 None if there is no such place
     prenorm:    whether the block normalises its input before attention
     alone:      whether the core reads only these tokens and calls the attention function once
+    attends:    False for a block without attention (hybrids), which has a number but is no layer
+                that can be measured
     """
 
     block: nn.Module | None
@@ -61,6 +63,7 @@ class Layer:
     residual: Tap | None = None
     prenorm: bool = False
     alone: bool = True
+    attends: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ def watching(modules: Iterable[nn.Module]) -> Iterator[list[Event]]:
 
 
 def routed_layers(trunk: nn.Module, events: list[Event]) -> list[Layer]:
-    """The layers of a model that calls the attention function, from a pass on a batch of one.
+    """The blocks of a model that calls the attention function, from a pass on a batch of one.
 
     The pass was watched at all modules, with `leaves` at the members of all lists of modules.
     """
@@ -122,20 +125,27 @@ def routed_layers(trunk: nn.Module, events: list[Event]) -> list[Layer]:
         return [
             Layer(block=None, core=core, heads=heads, alone=False) for core, heads in cores.items()
         ]
+    # Blocks without attention (hybrids) are counted, as `block_calls` does it. Blocks may share the
+    # module that attends (Zamba).
     known = set(blocks.values())
+    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and known & set(m)]
+    inner = {member: len(set(member.modules()) & set(cores)) for one in lists for member in one}
     layers: list[Layer] = []
-    inside: list[Event] | None = None
+    block: nn.Module | None = None
+    inside: list[Event] = []
     for event in events:
-        bound = event.side if event.module in known else None
-        if bound == "input":
+        count = inner.get(event.module, 2)  # of modules that attend: a stage contains several
+        if event.side == "input" and (count == 1 or (count == 0 and block is None)):
+            block = event.module
             inside = []
-        if inside is not None and event.value.numel():
+        if block is not None and event.value.numel():
             inside.append(event)
-        if bound == "output" and inside is not None:
-            # Blocks without attention (pure feed-forward or convolution) are not layers here.
+        if event.side == "output" and event.module is block:
             if any(e.side == "heads" for e in inside):
-                layers.append(_read_block(blocks, cores, inside))
-            inside = None
+                layers.append(_read_block(block, cores, inside))
+            else:
+                layers.append(Layer(block=block, core=None, heads=0, attends=False))
+            block = None
     return layers
 
 
@@ -212,9 +222,7 @@ def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Mo
     return None
 
 
-def _read_block(
-    blocks: dict[nn.Module, nn.Module | None], cores: dict[nn.Module, int], events: list[Event]
-) -> Layer:
+def _read_block(block: nn.Module, cores: dict[nn.Module, int], events: list[Event]) -> Layer:
     """Recognise projection, normalisation and residual by their values."""
     (first, *more) = (i for i, event in enumerate(events) if event.side == "heads")
     core = events[first].module
@@ -236,7 +244,7 @@ def _read_block(
         linear.module in set(core.modules()) or _same(linear.value, events[first].value)
     )
     return Layer(
-        block=blocks[core],
+        block=block,
         core=core,
         heads=cores[core],
         projection=linear.module if linear is not None and reads else None,

@@ -69,7 +69,7 @@ class AttackPlan:
         kind: "construction", "ascent", "direction" or "tokens".
         length: The number of tokens of the text.
         swaps: The maximum number of tokens that the kind "tokens" may replace.
-        layers: Layer numbers; all layers by default.
+        layers: Layer numbers; all layers with attention by default.
         seed: The seed of the searches.
         seconds: When the kind "tokens" stops searching, counted from the call, with the best texts
             found by then. Layers get equal shares, and so do the four searches of a layer; time
@@ -180,7 +180,7 @@ def attack_model(
     model = model if isinstance(model, Model) else load(model)
     settings = {"lengths": (plan.length,), "samples": 1, "layers": plan.layers, "seed": plan.seed}
     given = read_inputs(model, text, settings)
-    layers = tuple(range(model.layers) if plan.layers is None else plan.layers)
+    layers = model.attending if plan.layers is None else tuple(plan.layers)
     probe = Attack(plan, layers, began)
 
     def tell(done: float, total: float) -> None:

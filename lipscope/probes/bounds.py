@@ -87,7 +87,7 @@ def audit_model(
         text: A string, a file (``Path``), a list of strings or token ids. Default: the embedded
             text.
         lengths: Numbers of tokens. Default: 64.
-        layers: Layer numbers, from 0. Default: all layers.
+        layers: Layer numbers, from 0. Default: all layers with attention.
         heads: Head numbers. Default: all heads.
         radius: Radius of the ball for bounds on a ball. Default: the largest norm of a token in the
             sample.

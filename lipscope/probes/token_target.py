@@ -73,10 +73,7 @@ def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -
     The error of a well-separated sigma is about the square of `tol`: enough to rank texts, whose
     sigma is then measured again.
     """
-    if not 0 <= layer < model.layers:
-        raise UserError(
-            f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}"
-        )
+    model.check_layers([layer], model.card.name)
     rows = token_rows(model)
     solver = Solver(seed=seed)
 

@@ -101,7 +101,8 @@ def measure(
             Default: the embedded text.
         lengths: Numbers of tokens. Default: 8 to 256, as far as the text and the model allow.
         samples: Number of samples per length.
-        layers: Layer numbers, from 0. Default: all layers.
+        layers: Layer numbers, from 0: those of the model's blocks. Default: all layers with
+            attention.
         heads: Head numbers, for the scope heads. Default: all heads.
         scopes: The maps to measure at each layer; see docs/scopes.md.
         tol: Relative residual at which a solve stops.
@@ -428,13 +429,8 @@ def _request(
     layers = _as_list(layers)
     heads = _as_list(heads)
     model.check_scopes(scopes)
-    chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
-    for layer in chosen:
-        if not 0 <= layer < model.layers:
-            raise UserError(
-                f"layer {layer} does not exist: {model.card.name} has layers "
-                f"0 to {model.layers - 1}"
-            )
+    chosen = model.attending if layers is None else tuple(dict.fromkeys(layers))
+    model.check_layers(chosen, model.card.name)
     model.check_heads(heads, chosen)
     groups = grouped(inputs.pairs)
     n, samples = groups[0]
@@ -457,7 +453,7 @@ def _request(
                         probe.check(place)
         for scope in whole:
             trial.site(scope)  # raises if the model has no such map
-    return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=scopes), trial
+    return Request(groups=groups, layers=chosen, heads=numbers, scopes=scopes), trial
 
 
 def describe(
@@ -521,7 +517,9 @@ def _line(
     some = ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None
     if verb != "measure" and (samples != 1 or some is not None):
         return ""  # only Python can ask for this
-    layers = ",".join(map(str, request.layers)) if len(request.layers) < model.layers else None
+    layers = (
+        ",".join(map(str, request.layers)) if len(request.layers) < len(model.attending) else None
+    )
     options: dict[str, object] = {
         "--lengths": ",".join(map(str, lengths)),
         "--samples": samples,

@@ -138,7 +138,7 @@ def convert_model(
         inputs: A sample to run the model on; every layer is measured at the tokens it reads, before
             and after. A tensor of token ids, or a dictionary of arguments (such as a tokenizer's
             output).
-        layers: Layer numbers. Default: all layers.
+        layers: Layer numbers. Default: all layers with attention.
         constant: The Lipschitz constant of contractive layers.
         fresh: Whether to draw random weights from torch's generator instead of carrying over the
             old ones.
@@ -191,7 +191,7 @@ def convert_model(
         raise UserError(
             f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}"
         )
-    chosen = numbered(layers, loaded.layers)
+    chosen = numbered(layers, loaded)
     survey = loaded.survey(inputs=sample)
     n = next(iter(sample.values())).shape[1]
     if n < 2 and "pixel_values" not in sample:

@@ -43,7 +43,7 @@ def watch(
 
     Args:
         model: A transformers model; it may be wrapped or compiled.
-        layers: Layer numbers, from 0. Default: all layers.
+        layers: Layer numbers, from 0. Default: all layers with attention.
         scope: The map to measure at each layer: ``"attention"`` (all heads and the output
             projection), ``"normed"``, ``"residual"`` or ``"block"``; see docs/scopes.md.
 
@@ -86,18 +86,20 @@ def watch(
     with uncompiled(model), live_modules:  # another thread may have lent it other weights
         loaded = load(model, dtype=wide(model.dtype))
         loaded.check_scopes([scope])
-    chosen = numbered(layers, loaded.layers)
+    chosen = numbered(layers, loaded)
     return ModelWatch(loaded, called, chosen, scope)
 
 
-def numbered(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """The requested layer numbers, checked against a model of `count` layers."""
-    chosen = tuple(range(count) if layers is None else listed(layers))
+def numbered(layers: Sequence[int] | None, model: Model) -> tuple[int, ...]:
+    """The requested layer numbers, checked; by default all layers with attention."""
+    count = model.layers
+    chosen = model.attending if layers is None else tuple(listed(layers))
     for i in chosen:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
             raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {count - 1}")
         if chosen.count(i) > 1:
             raise UserError(f"layer {i} is listed {chosen.count(i)} times; list it once")
+    model.check_layers(chosen, model.card.name)
     return chosen
 
 

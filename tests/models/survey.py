@@ -146,7 +146,7 @@ def _measure(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     for scope in SCOPES:
         try:
             model.check_scopes([scope])
-            for layer in {0, model.layers - 1} if scope != "model" else {None}:
+            for layer in {model.attending[0], model.attending[-1]} if scope != "model" else {None}:
                 site = survey.site(scope, layer)
                 found = spectral_norm(
                     jacobian(site.f, site.X), tol=0.1, solver=Solver(max_steps=20)

@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import JambaConfig, JambaModel
 
+import lipscope as ls
 from lipscope._types import UserError
 from lipscope.attention.layer import HeadsApart, SelfAttention
 from lipscope.models import closed_form
 from lipscope.models import model as model_module
 from lipscope.models.loading import load
+from lipscope.probes.budget.subject import read_subject
+from lipscope.train.watched_models import watch
 from tests.models.test_loading import words
 from tests.models.zoo import BYPASSING, FAMILIES, make, sample
 
@@ -190,3 +194,45 @@ def test_a_limit_below_zero_is_none():
     module.config.max_position_embeddings = -1
     model = load(module)
     assert model.max_positions is None and model.layers == 2
+
+
+def jamba():
+    torch.manual_seed(0)
+    config = JambaConfig(
+        vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1,
+        num_experts=1, mamba_d_state=4, mamba_dt_rank=2,
+    )  # fmt: skip
+    return JambaModel(config).eval()
+
+
+def test_layers_of_a_hybrid_have_the_numbers_of_its_blocks():
+    module = jamba()
+    model = load(module)
+    ids = torch.arange(6)
+    assert (model.layers, model.attending) == (4, (1, 3))
+    sites = model.sites(ids, scopes=["attention", "block", "suffix", "model"])
+    assert [site.layer for site in sites] == [1, 1, 1, 3, 3, 3, None]
+    hidden = module(ids[None], output_hidden_states=True).hidden_states
+    for site, entered in zip(sites[1:], [1, 1, None, 3, 3, 0], strict=True):
+        if entered is not None:  # attention reads the normalised tokens
+            assert torch.allclose(site.X, hidden[entered].double(), atol=1e-5)
+    budgeted = read_subject(module, ids, head=False, length=6, samples=1)
+    assert sorted(budgeted.attending) == [1, 3] and len(budgeted.layers) == 4
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        lambda model: model.sites([1, 2], layers=[0]),
+        lambda model: ls.measure(model, torch.arange(9), [4], 1, [0]),
+        lambda model: ls.attack_model(
+            model, torch.arange(9), ls.AttackPlan("direction", layers=(0,), length=4)
+        ),
+        lambda model: watch(model.trunk, [0]),
+    ],
+)
+def test_a_layer_without_attention_is_refused_by_name(measured):
+    expected = "layer 0 of this model has no attention; the layers with attention are 1, 3"
+    with pytest.raises(UserError, match=expected):
+        measured(load(jamba()))
