@@ -135,6 +135,11 @@ def test_bad_input_is_refused(attack):
         attack(target(), [0, 12], 1)
 
 
+def test_a_vocabulary_beyond_the_embedding_is_refused():
+    with pytest.raises(UserError, match="different vocabularies"):
+        guided_swaps(replace(target(), vocabulary=torch.tensor([3, 40])), IDS, 1)
+
+
 def test_a_search_without_a_limit_is_the_search_itself():
     seen = []
     found, interrupted = search_until(

@@ -217,6 +217,16 @@ def test_a_model_that_reads_no_text_says_what_it_reads():
         ls.error_budget(tiny_vit(), "text", inputs=pixels())
 
 
+def test_a_module_that_keeps_the_graph_of_a_run_is_copied():
+    model = tiny("gpt2")
+    model.last = model(some_ids(1, 5)).last_hidden_state  # as recurrent models keep their state
+    found, expected = (
+        ls.error_budget(one, some_ids(2, 9), formats="int8", probes=4).total("int8").value
+        for one in (model, tiny("gpt2"))
+    )
+    assert found == expected and model.last.requires_grad
+
+
 class Drawing(nn.Module):
     """A map that draws random numbers, as masked autoencoders do."""
 
