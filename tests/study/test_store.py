@@ -15,12 +15,22 @@ from hypothesis import strategies as st
 from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.study.directory import APPLICATION_ID, FILE, OLDEST, SCHEMA, SCHEMA_VERSION
+from lipscope.study.jobs import Command, Request
 from lipscope.study.records import COLUMNS, Row, SampleTokens
 from lipscope.study.salvage import MOST_PLACES, MOST_TOKENS, record_checksum, row_checksum
 from lipscope.study.store import Store, _stored
 from tests.study.fakes import info, row, sensitivity
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_command_that_is_repeated_is_noted_once():
+    asked = Request(groups=((8, (0, 1)),), layers=(0,), heads={0: (1,)}, scopes=("heads", "\ud800"))
+    command = Command("measure", "lipscope measure", asked, "sigma")
+    store = Store.create(None, info())
+    for _ in range(2):
+        store.add_commands([command, command])
+    assert store.commands() == [command]
 
 
 def test_what_was_written_is_read_back_exactly(tmp_path):
