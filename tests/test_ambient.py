@@ -232,9 +232,11 @@ _sigma_reparametrised = _parametrised(ls.nn.sigma_reparametrise)
 
 def _converted(t: SimpleNamespace) -> object:
     inputs = t.ids[:1, :6]
-    found = ls.convert_model(copy.deepcopy(t.llama), "l2", inputs)
+    with torch.inference_mode(False):  # weights that can be trained
+        models = [copy.deepcopy(t.llama) for _ in range(2)]
+    found = ls.convert_model(models[0], "l2", inputs)
     torch.manual_seed(0)
-    fresh = ls.convert_model(copy.deepcopy(t.llama), "cosine", inputs, fresh=True)
+    fresh = ls.convert_model(models[1], "cosine", inputs, fresh=True)
     return [(list(one.model.state_dict().items()), one.layers) for one in (found, fresh)]
 
 

@@ -33,7 +33,7 @@ from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention
 from lipscope.nn.contractive import ATTENTIONS, CONTRACTIVE, make_contractive
 from lipscope.nn.l2_attention import L2SelfAttention, value_factors
 from lipscope.nn.wrapped import check_bare, evaluating
-from lipscope.train.watched_models import INPUTS, numbered, one_sample
+from lipscope.train.watched_models import INPUTS, check_trainable, numbered, one_sample
 from lipscope.train.watched_modules import ModuleWatch
 
 SUPPORTED = (
@@ -170,6 +170,7 @@ def convert_model(
             f"convert_model takes a transformers model, got {type(model).__name__}; "
             "for a loaded model, pass lipscope.load(...).trunk"
         )
+    check_trainable(model)
     if not isinstance(to, str) or to not in ATTENTIONS:
         raise UserError(
             f"there is no attention {to!r} to convert to; choose one of {', '.join(ATTENTIONS)}"

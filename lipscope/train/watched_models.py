@@ -74,11 +74,7 @@ def watch(
             "pass any other module to SmoothnessMonitor directly"
         )
     check_whole(model)
-    if ordinary_module(model) is not model:
-        raise UserError(
-            f"the weights of this {type(model).__name__} were created under "
-            "torch.inference_mode(), so it cannot be trained; build the model outside of it"
-        )
+    check_trainable(model)
     if scope not in WATCHED:
         raise UserError(
             f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}"
@@ -213,3 +209,12 @@ def one_sample(inputs: dict[str, Tensor]) -> dict[str, Any]:
             "the first sample of the batch is padding only; put a sample with tokens first"
         )
     return {name: value[:, real] for name, value in given.items()}
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise UserError for a model with weights that were created in inference mode."""
+    if ordinary_module(model) is not model:
+        raise UserError(
+            f"the weights of this {type(model).__name__} were created under "
+            "torch.inference_mode(), so it cannot be trained; build the model outside of it"
+        )

@@ -380,3 +380,10 @@ def test_arguments_by_position_mean_what_they_meant_to_the_old_attention():
             module(hidden_states=X, attention_mask=padding)[0][:, :3], expected, atol=1e-6
         )
     assert not torch.allclose(full(X)[0][:, :3], full(X[:, :3])[0], atol=1e-3)
+
+
+def test_weights_created_in_inference_mode_are_refused():
+    with torch.inference_mode():
+        model = zoo.make("bert")
+    with pytest.raises(ls.UserError, match="cannot be trained; build the model outside of it"):
+        convert_model(model, "l2", zoo.sample("bert")["input_ids"])
