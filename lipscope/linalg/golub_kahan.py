@@ -24,7 +24,7 @@ HALF_UNIT = 2.0**-9
 """Relative rounding of a number kept in bfloat16."""
 
 FIRST_ROOM = 16
-"""Basis vectors allocated at first; doubled when full."""
+"""Steps that room is made for at first, for which V needs a vector more; doubled when full."""
 
 EVERY = slice(None)
 
@@ -63,7 +63,7 @@ class Basis:
             exact = self.storage != "bfloat16" or not size
             more = self.height if self.storage == "host" or size else 1
             if self.storage == "native":
-                more = min(max(FIRST_ROOM, size), self.most - size)
+                more = min(max(FIRST_ROOM + 1, 2 * size), self.most)
             elsewhere = self.storage == "host"
             block = torch.empty(
                 more,
@@ -73,9 +73,8 @@ class Basis:
                 pin_memory=elsewhere and self.device.type == "cuda",
             )
             if self.storage == "native" and size:
-                self.blocks = [torch.cat([*self.blocks, block])]
-            else:
-                self.blocks.append(block)
+                block[:size] = self.blocks.pop()
+            self.blocks.append(block)
         for block in self.blocks:
             if k < len(block):
                 block[k].copy_(x, non_blocking=True)
