@@ -144,7 +144,7 @@ def _accepted(annotation: str) -> list[tuple[str, Callable[[object], bool]]] | N
 
 
 def _wrong_type(name: str, value: object, annotation: object) -> str | None:
-    """Say what is wrong with a value; None if it is of the annotated type."""
+    """Describe a value of the wrong type; return None if it has the annotated type."""
     named = getattr(annotation, "__name__", str(annotation))  # a class, or the text of the source
     kinds = _accepted(named)
     if kinds is None or any(accepts(value) for _, accepts in kinds):

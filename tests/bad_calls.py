@@ -175,7 +175,7 @@ def too_slow(number: int, frame: object) -> None:
 
 
 def fault(function: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """What is wrong with how this call ends; None for a result or a UserError."""
+    """Describe a call that ends badly; return None for a result or a UserError."""
     signal.setitimer(signal.ITIMER_PROF, LIMIT)
     try:
         with (

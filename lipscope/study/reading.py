@@ -290,7 +290,7 @@ def text_option(text: Any) -> tuple[str, ...] | None:
 def _id_rows(text: Text) -> list[list[int]]:
     """Token ids as rows, given as one row or many, nested or as a tensor."""
     nested = text.tolist() if hasattr(text, "tolist") else text
-    # Not bytes: a sequence of integers, but a text or a path to whoever gives them.
+    # bytes are a sequence of integers, but users pass them as a text or a path.
     rows = list(nested) if isinstance(nested, Sequence) and not isinstance(nested, bytes) else []
     if not any(isinstance(row, list | tuple) for row in rows):
         rows = [rows]

@@ -36,7 +36,7 @@ CERTIFIED = "local"
 
 
 class DamageWarning(UserWarning):
-    """A part of a study is lost; what is left is intact."""
+    """Warn that a part of a study is lost; the rest is intact."""
 
 
 class Token(NamedTuple):

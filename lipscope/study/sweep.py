@@ -59,7 +59,7 @@ class Entry(NamedTuple):
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
     def finished(self) -> bool:
-        """Whether all of the study is there, made from what is asked for now."""
+        """Return whether the study is complete and was made with the current settings."""
         try:
             if (self.out / STAMP).read_text(encoding="utf-8") != self.stamp():
                 return False
@@ -94,7 +94,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The studies of a sweep, those of one model one after the other."""
+    """The studies of a sweep, grouped by model."""
 
     entries: tuple[Entry, ...]
 

@@ -145,7 +145,7 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     size = query_size(f)
     found = [math.inf]
     for way in splits(f, domain):
-        # Values that factor through the queries, plus what is left over.
+        # Values that factor through the queries, plus a remainder.
         norms, power = _through_heads(f, way)
         through = scaled_up(up(distance_reaction(seen, size) * norms), power)
         found.append(through + _left_over(f, domain, seen, way))

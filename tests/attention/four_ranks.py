@@ -99,7 +99,7 @@ def solved(f: Any, X: Tensor, options: dict[str, Any], mesh: Any) -> dict[str, A
 
 
 def refused(mesh: Any) -> dict[str, str]:
-    """The errors of this rank, by what is wrong with the input of one of them."""
+    """Return the errors of this rank, by the fault in the input of one rank."""
     f, X = layer(13)
     mine, rank = shard(X, mesh), dist.get_rank(mesh)
     bad = mine.clone()

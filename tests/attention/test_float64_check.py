@@ -92,7 +92,7 @@ def cancelling() -> tuple[ls.SelfAttention, torch.Tensor]:
 
 
 def test_two_heads_that_cancel_in_float32():
-    """What is left of two heads is rounding of both: no lower bound may be made of it."""
+    """The sum of two cancelling heads is rounding error: it must not give a lower bound."""
     f, X = cancelling()
     e, exact = ls.local_lipschitz(f, X), ls.local_lipschitz(f, X, precision="exact")
     assert e.lower <= exact.upper and e.value - e.lower > 1e-3 * e.value

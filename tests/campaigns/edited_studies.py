@@ -339,7 +339,7 @@ def original() -> bytes:
 
 
 def run(words: tuple[str, ...], top: Path) -> tuple[str, list[str]]:
-    """Run a command in this process; how it ended, and what is wrong with its answer."""
+    """Run a command in this process; return how it ended and the faults in its answer."""
     places = {"DIR": str(top / "study"), "GOOD": str(top / "good")}
     line = [places.get(word, word.replace("OUT", str(top / "out"))) for word in words]
     out, err = io.StringIO(), io.StringIO()
