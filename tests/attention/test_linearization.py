@@ -179,7 +179,7 @@ def test_products_in_pieces_add_up(name, piece, monkeypatch):
     monkeypatch.setattr(linearization, "PIECE", piece)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a: plain(*a).fill_(torch.nan))
     for got, want in ((J.mv(E), pushed), (J.rmv(U), pulled)):
-        assert torch.allclose(got, want, rtol=0, atol=1e-12 * want.abs().max().item())
+        assert torch.allclose(got, want, rtol=0, atol=1e-14 * want.abs().max().item() * 70)
 
 
 def test_saturated_rows_lose_no_digits():
